@@ -1,0 +1,1 @@
+//! Arm VMSAv8-64 stage 2.

@@ -1,0 +1,24 @@
+//! Every atomic of the engine comes through here, so that loom can stand in for all of them.
+
+#[cfg(not(loom))]
+pub(crate) use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+
+/// Stores `value` and orders the store before every later load, as rules 1 and 11 demand.
+///
+/// On x86 a sequentially consistent exchange is a full barrier and costs half of `mfence`; elsewhere it is the store
+/// and a full fence.
+#[inline(always)]
+pub(crate) fn store_then_fence(place: &AtomicU64, value: u64) {
+    #[cfg(all(target_arch = "x86_64", not(loom)))]
+    {
+        place.swap(value, Ordering::SeqCst);
+        core::sync::atomic::compiler_fence(Ordering::SeqCst);
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(loom))))]
+    {
+        place.store(value, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+}
