@@ -22,6 +22,7 @@ use crate::{Entry, GpaRange, Hpa};
 /// hardware. The implementor promises, for every table that `allocate` returned and that was not freed since, that
 /// nothing else in the system reads or writes it except hardware table walkers, that `entries` points to all of it,
 /// and that it stays mapped and readable until `free`.
+#[expect(unsafe_code, reason = "the engine and the hardware rely on what the implementor promises")]
 pub unsafe trait Machine: Sync {
     /// `tables` zeroed tables (of the granule that the format names), contiguous and aligned to their total size;
     /// `tables` is 1, or a power of two up to 16 for a root. `None` when there is no memory: the operation that
