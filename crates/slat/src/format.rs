@@ -2,8 +2,9 @@
 
 use core::fmt;
 
+use crate::entry::{EMPTY, LOCK_BIT};
 use crate::maintenance::Maintenance;
-use crate::{Geometry, Hpa, Level};
+use crate::{Geometry, Hpa, Level, Owner};
 
 pub mod arm;
 
@@ -114,7 +115,11 @@ impl fmt::Display for FormatError {
                 write!(f, "{bits}-bit guest addresses are not supported here: use {min} to {max}")
             }
             Self::StartLevel(level) => {
-                write!(f, "the root cannot start at level {} for this address width", level.number())
+                write!(
+                    f,
+                    "the root cannot start at level {} for this address width",
+                    level.number()
+                )
             }
             Self::ExecutableDevice => {
                 f.write_str("device and non-cacheable memory cannot be executable")
@@ -143,6 +148,8 @@ pub trait Format: Copy + Send + Sync + 'static {
     const INDEX_BITS: u32 = Self::PAGE_SHIFT - 3;
     /// The bits whose clearing takes every way to write away from a leaf, now and by hardware later (rule 8).
     const WRITE: u64;
+    /// A bit that every valid entry has and no invalid one.
+    const VALID: u64 = 1;
     /// The access flag.
     const ACCESSED: u64;
     /// Where the four software bits begin.
@@ -198,6 +205,18 @@ pub trait Format: Copy + Send + Sync + 'static {
     fn intersect(a: u64, b: u64) -> u64;
     /// `a` with the access flag and dirty state of `b` added.
     fn absorb(a: u64, b: u64) -> u64;
-    /// Template bits without the access flag and dirty state: what must agree before entries may become one block.
-    fn essence(template: u64) -> u64;
+    /// A leaf's bits without address, access flag and dirty state: what must agree before entries may become one block.
+    fn essence(leaf: u64) -> u64;
+
+    /// A LOCKED value that still carries `entry`, which may be valid, empty or a note.
+    #[inline(always)]
+    fn freeze(entry: u64) -> u64 {
+        entry & !Self::VALID | LOCK_BIT
+    }
+    /// The entry that a LOCKED value carries.
+    #[inline(always)]
+    fn thaw(locked: u64) -> u64 {
+        let entry = locked & !LOCK_BIT;
+        if entry == EMPTY || Owner::of(entry).is_some() { entry } else { entry | Self::VALID }
+    }
 }

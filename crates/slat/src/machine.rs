@@ -4,7 +4,7 @@ use core::ptr::NonNull;
 
 use crate::maintenance::Instruction;
 use crate::rcu::Slot;
-use crate::{Entry, GpaRange, Hpa};
+use crate::{Entry, Gpa, GpaRange, Hpa};
 
 /// The machine under the tables: memory for them, the instructions that hardware walkers must see, and a place to
 /// wait. Implement this and the engine is yours; nothing else in this crate touches hardware.
@@ -141,4 +141,13 @@ pub enum Promise {
     Gone(GpaRange),
     /// None of them lets a write through to any of this.
     ReadOnly(GpaRange),
+    /// None of them lets a write through to any of the pages from `first` on whose bit is set in `mask`.
+    ReadOnlyPages {
+        /// The page of bit 0.
+        first: Gpa,
+        /// Which of 64 pages.
+        mask: u64,
+        /// Bytes of a page.
+        page_size: u64,
+    },
 }

@@ -1,0 +1,90 @@
+//! Look-up: what the tree says about one address; and the descent that every operation on one address begins with.
+
+use crate::entry::LOCK_BIT;
+use crate::machine::Machine;
+use crate::rcu::bump;
+use crate::table::Table;
+use crate::{Error, Format, Gpa, Hpa, Level, Owner, Pin, Template, Tree};
+
+/// What stands at an address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Lookup {
+    /// A leaf.
+    Mapped {
+        /// The host-physical address that the guest address translates to, offset included.
+        output: Hpa,
+        /// The level of the leaf: how large it is.
+        level: Level,
+        /// What it permits and remembers.
+        template: Template,
+    },
+    /// Nothing, for as much as an entry at this level covers.
+    Empty {
+        /// The level of the empty entry.
+        level: Level,
+    },
+    /// Nothing mapped, and somebody owns it.
+    Owned {
+        /// Who.
+        owner: Owner,
+        /// The level of the noted entry.
+        level: Level,
+    },
+}
+
+/// Where a descent ended: the first entry that is not a table, or the one at the level asked for.
+pub(crate) struct Place<'p, M> {
+    pub(crate) table: Table<'p, M>,
+    pub(crate) index: usize,
+    pub(crate) level: Level,
+    pub(crate) entry: u64,
+}
+
+impl<F: Format, M: Machine> Tree<'_, F, M> {
+    /// Goes down towards `gpa`, no further than to `target`.
+    #[inline(always)]
+    pub(crate) fn descend<'p>(&self, pin: &'p Pin<'_, M>, gpa: Gpa, target: Level) -> Place<'p, M> {
+        let geometry = self.geometry();
+        let mut level = geometry.start();
+        let mut shift = geometry.shift(level);
+        let mut table = self.root_table(pin);
+        let mut index = (gpa.0 >> shift) as usize;
+        loop {
+            let entry = table.load(index);
+            if level >= target || !F::is_table(entry, level) {
+                return Place { table, index, level, entry };
+            }
+            table = self.child(table, entry);
+            level = level.below();
+            shift -= F::INDEX_BITS;
+            index = (gpa.0 >> shift) as usize & ((1 << F::INDEX_BITS) - 1);
+        }
+    }
+
+    /// What stands at `gpa`. The answer holds as long as the pin and rule 7 say: check for invalidations in progress in
+    /// the same pin before the host page is used.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`]; [`Error::Retry`] if the entry is being changed: look again under a new pin.
+    #[inline]
+    pub fn look_up(&self, pin: &Pin<'_, M>, gpa: Gpa) -> Result<Lookup, Error> {
+        self.check_address(gpa, 1)?;
+        let Place { entry, level, .. } = self.descend(pin, gpa, Level::LAST);
+        if F::is_valid(entry) {
+            let offset = gpa.0 & (self.geometry().size(level) - 1);
+            return Ok(Lookup::Mapped {
+                output: Hpa(self.format.output(entry, level).0 | offset),
+                level,
+                template: Template(self.format.template_of(entry, level)),
+            });
+        }
+        if entry & LOCK_BIT != 0 {
+            bump(&pin.counters().retries, 1);
+            return Err(Error::Retry);
+        }
+        Ok(match Owner::of(entry) {
+            Some(owner) => Lookup::Owned { owner, level },
+            None => Lookup::Empty { level },
+        })
+    }
+}

@@ -1,0 +1,150 @@
+//! Splitting: a block becomes a table of smaller leaves that translate the same.
+
+use crate::entry::{EMPTY, LOCKED};
+use crate::machine::Machine;
+use crate::maintenance::Invalidation;
+use crate::rcu::{Counters, bump};
+use crate::table::Table;
+use crate::walk::{Flow, Visit, Visitor, Wants};
+use crate::{Error, Format, Gpa, GpaRange, Level, Participant, Pin, Reserve, Tree};
+
+struct Splitter<'t, 'm, F: Format, M: Machine> {
+    tree: &'t Tree<'m, F, M>,
+    reserve: &'t mut Reserve<'m, M>,
+    counters: &'t Counters,
+    to: Level,
+    split: u64,
+}
+
+impl<F: Format, M: Machine> Visitor<M> for Splitter<'_, '_, F, M> {
+    #[inline(always)]
+    fn wants(&self, level: Level) -> Wants {
+        if level < self.to { Wants::LEAVES } else { Wants::NOTHING }
+    }
+
+    #[inline]
+    fn leaf(&mut self, visit: &Visit<'_, M>) -> Flow {
+        if !F::is_valid(visit.entry) || F::is_table(visit.entry, visit.level) {
+            // LOCKED too: who holds it brings it to a state of its own; splitting promises nothing for entries that
+            // others are replacing (it is done to spare faults, rule 4 does not name it).
+            return Flow::Next;
+        }
+        let Visit { table, index, level, entry, .. } = *visit;
+        match self.tree.split_entry(
+            self.reserve,
+            self.counters,
+            table,
+            (index, entry, level),
+            Gpa(visit.start),
+            self.to,
+        ) {
+            Ok(reached) => {
+                self.split += 1;
+                if reached >= self.to { Flow::Skip } else { Flow::Next }
+            }
+            Err(Error::Retry) => Flow::Again,
+            Err(error) => Flow::Stop(error),
+        }
+    }
+}
+
+impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
+    /// Splits every block that `range` touches into leaves at `to`. No translation and no permission changes. Returns
+    /// how many blocks were split.
+    ///
+    /// Uses as much of the reserve as it finds: with enough for a whole subtree a block is split down to `to` at once,
+    /// with less one level at a time. Costs a table fill a block, one publish, and one invalidation a block. What is
+    /// split already costs a look at each entry above `to`.
+    ///
+    /// # Errors
+    /// [`Error::NeedTables`] where the reserve ran out: top up and call again from there. [`Error::OutOfRange`],
+    /// [`Error::Misaligned`]; [`Error::Level`] if no leaf can stand at `to`.
+    pub fn split(
+        &self,
+        who: &Participant<'_, M>,
+        reserve: &mut Reserve<'m, M>,
+        range: GpaRange,
+        to: Level,
+    ) -> Result<u64, Error> {
+        if !self.format.leaf_allowed(to) {
+            return Err(Error::Level(to));
+        }
+        self.check(range)?;
+        let counters = &who.counters;
+        let mut splitter = Splitter { tree: self, reserve, counters, to, split: 0 };
+        let result = self.walk_checked(who, range, &mut splitter);
+        let split = splitter.split;
+        if split > 0 {
+            self.publish(counters);
+        }
+        result.map(|()| split)
+    }
+
+    /// Splits the leaf `entry` at `level`, read from `table[index]`, towards `to`. Returns the level of the new leaves.
+    ///
+    /// # Errors
+    /// `Retry` if the entry changed meanwhile (hardware may have set a bit), `NeedTables`.
+    pub(crate) fn split_entry(
+        &self,
+        reserve: &mut Reserve<'_, M>,
+        counters: &Counters,
+        table: Table<'_, M>,
+        (index, entry, level): (usize, u64, Level),
+        at: Gpa,
+        to: Level,
+    ) -> Result<Level, Error> {
+        let Some(new) = self.shatter(reserve, entry, level, to) else {
+            return Err(Error::NeedTables { at, missing: self.geometry().tables_below(level, to) });
+        };
+        // Rule 3: the block and the table translate the same range in different sizes.
+        if table.exchange(index, entry, LOCKED).is_err() {
+            self.take_apart(reserve, new.table, new.level);
+            return Err(Error::Retry);
+        }
+        self.invalidate(counters, self.leaf_at(at, level));
+        table.settle(index, self.format.table(new.table));
+        bump(&counters.splits, 1);
+        bump(&counters.exchanged, 1);
+        bump(&counters.linked, self.geometry().tables_below(level, new.to) as u64);
+        Ok(new.to)
+    }
+
+    /// What a leaf at `level` that covers `at` can have put into a TLB.
+    pub(crate) fn leaf_at(&self, at: Gpa, level: Level) -> Invalidation {
+        Invalidation { level: Some(level), ..self.table_at(at, level) }
+    }
+
+    /// What a table below an entry at `level` that covers `at` can have put into a TLB: the aligned range, at any level.
+    pub(crate) fn table_at(&self, at: Gpa, level: Level) -> Invalidation {
+        let size = self.geometry().size(level);
+        Invalidation { range: GpaRange::new(Gpa(at.0 & !(size - 1)), size), level: None }
+    }
+
+    /// Puts an unlinked tree in the place of the empty entry that covers `at` at the level above it.
+    ///
+    /// # Errors
+    /// With the tree itself, so that nothing is lost: [`Error::OutOfRange`]; [`Error::Misaligned`] if `at` is not
+    /// where such an entry begins; [`Error::Retry`] if the entry is not empty, or not there.
+    pub fn link(
+        &self,
+        pin: &Pin<'_, M>,
+        at: Gpa,
+        unlinked: crate::Unlinked,
+    ) -> Result<(), (Error, crate::Unlinked)> {
+        let Some(level) = Level::new(unlinked.level.number() - 1) else {
+            return Err((Error::Level(unlinked.level), unlinked));
+        };
+        if let Err(error) = self.check_address(at, self.geometry().size(level)) {
+            return Err((error, unlinked));
+        }
+        let place = self.descend(pin, at, level);
+        let new = self.format.table(unlinked.table);
+        if place.level != level || place.table.exchange(place.index, EMPTY, new).is_err() {
+            return Err((Error::Retry, unlinked));
+        }
+        let tables = self.geometry().tables_below(level, unlinked.to);
+        bump(&pin.counters().linked, tables as u64);
+        self.publish(pin.counters());
+        Ok(())
+    }
+}

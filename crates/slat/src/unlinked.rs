@@ -1,0 +1,120 @@
+//! Unlinked trees: tables that are filled before anyone can see them, and linked with one store.
+
+use crate::machine::Machine;
+use crate::{Error, Format, Gpa, Hpa, Level, Reserve, Template, Tree};
+
+impl<F: Format, M: Machine> Tree<'_, F, M> {
+    /// The tables that translate as `block`, a leaf at `level`, does, in leaves at `to` below it (or at the next level,
+    /// if the reserve does not hold enough for more). `None`: it holds none.
+    pub(crate) fn shatter(
+        &self,
+        reserve: &mut Reserve<'_, M>,
+        block: u64,
+        level: Level,
+        to: Level,
+    ) -> Option<Unlinked> {
+        let output = self.format.output(block, level);
+        let template = self.format.template_of(block, level);
+        let all = reserve.len() >= self.geometry().tables_below(level, to);
+        let to = if all { to } else { level.below() };
+        let table = self.leaves(reserve, level, output, template, to)?;
+        Some(Unlinked { table, level: level.below(), to })
+    }
+
+    fn leaves(
+        &self,
+        reserve: &mut Reserve<'_, M>,
+        level: Level,
+        output: Hpa,
+        template: u64,
+        to: Level,
+    ) -> Option<Hpa> {
+        let base = reserve.take()?;
+        let table = self.owned(base);
+        let below = level.below();
+        let shift = self.geometry().shift(below);
+        let at = |index: usize| Hpa(output.0 + ((index as u64) << shift));
+        if below >= to {
+            table.fill(0, self.geometry().entries(), |index| {
+                self.format.leaf(below, at(index), template)
+            });
+        } else {
+            for index in 0..self.geometry().entries() {
+                let child = self.leaves(reserve, below, at(index), template, to)?;
+                table.settle(index, self.format.table(child));
+            }
+        }
+        Some(base)
+    }
+
+    /// A table whose every entry is `invalid`: an empty or noted entry, one level down.
+    pub(crate) fn repeat(&self, reserve: &mut Reserve<'_, M>, invalid: u64) -> Option<Hpa> {
+        let base = reserve.take()?;
+        self.owned(base).fill(0, self.geometry().entries(), |_| invalid);
+        Some(base)
+    }
+
+    /// Takes an unlinked tree apart, back into the reserve.
+    pub(crate) fn take_apart(&self, reserve: &mut Reserve<'_, M>, table: Hpa, level: Level) {
+        let entries = self.owned(table);
+        if level < Level::LAST {
+            for index in 0..self.geometry().entries() {
+                let entry = entries.entry(index).read();
+                if F::is_table(entry, level) {
+                    self.take_apart(reserve, self.format.next(entry), level.below());
+                }
+            }
+        }
+        entries.fill(0, self.geometry().entries(), |_| crate::entry::EMPTY);
+        reserve.give(table);
+    }
+
+    /// Builds the tables for `output` in leaves at `to` that can take the place of one entry at `level`, without
+    /// linking them: no vCPU sees them, nothing is published or invalidated.
+    ///
+    /// # Errors
+    /// [`Error::Misaligned`] if `output` is not a multiple of the entry's size; [`Error::OutputTooLarge`];
+    /// [`Error::Level`] unless `to` lies below `level` and can have leaves; [`Error::NeedTables`].
+    pub fn build_unlinked(
+        &self,
+        reserve: &mut Reserve<'_, M>,
+        level: Level,
+        output: Hpa,
+        template: Template,
+        to: Level,
+    ) -> Result<Unlinked, Error> {
+        if to <= level || !self.format.leaf_allowed(to) {
+            return Err(Error::Level(to));
+        }
+        self.check_output(output, self.geometry().size(level), level)?;
+        let needed = self.geometry().tables_below(level, to);
+        let missing = needed.saturating_sub(reserve.len());
+        let table = (missing == 0)
+            .then(|| self.leaves(reserve, level, output, template.0, to))
+            .flatten()
+            .ok_or(Error::NeedTables { at: Gpa(0), missing })?;
+        Ok(Unlinked { table, level: level.below(), to })
+    }
+
+    /// Takes an unlinked tree apart, back into the reserve that it came from.
+    pub fn dismantle(&self, reserve: &mut Reserve<'_, M>, unlinked: Unlinked) {
+        self.take_apart(reserve, unlinked.table, unlinked.level);
+    }
+}
+
+/// Tables that nobody else knows. Link them with [`Tree::link`] or give them back with [`Tree::dismantle`]; dropped,
+/// their memory is lost.
+#[derive(Debug)]
+#[must_use = "link it or dismantle it: its tables are lost otherwise"]
+pub struct Unlinked {
+    pub(crate) table: Hpa,
+    pub(crate) level: Level,
+    pub(crate) to: Level,
+}
+
+impl Unlinked {
+    /// The level of its topmost entries.
+    pub fn level(&self) -> Level {
+        self.level
+    }
+}
