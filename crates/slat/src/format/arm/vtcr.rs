@@ -111,6 +111,15 @@ mod tests {
     }
 
     #[test]
+    fn vtcr_names_the_output_width() {
+        // As ID_AA64MMFR0_EL1.PARange, Table D8-5.
+        for (range, bits) in [32, 36, 40, 42, 44, 48, 52].into_iter().enumerate() {
+            let format = Stage2::<K64>::wide(32).unwrap().with_output_bits(bits).unwrap();
+            assert_eq!(format.vtcr() >> 16 & 0b111, range as u64);
+        }
+    }
+
+    #[test]
     fn vtcr_turns_on_the_hardware_updates_that_were_asked_for() {
         let (ha, hd) = (1 << 21, 1 << 22);
         let set = |format: Stage2<K4>| format.vtcr() & (ha | hd);
