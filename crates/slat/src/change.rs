@@ -90,26 +90,56 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
         }
     }
 
-    /// Entries `pair` and `pair + 1`, both of interest as `old`, in one exchange. `false`: take them singly.
+    /// Entries `index` and `index + 1`, both valid and of interest as `old`, in one exchange. `false`: take them singly.
     #[inline(always)]
     fn pair(&mut self, run: &Run<'_, M>, index: usize, old: [u64; 2]) -> bool {
-        let start = run.address(index);
-        let middle = start + run.page_size;
-        let end = middle + run.page_size;
+        let (start, middle) = (run.address(index), run.address(index + 1));
+        let end = middle + run.page_size();
         let new = [self.change.apply(old[0]), self.change.apply(old[1])];
-        if !self.change.covers(start, middle) || !self.change.covers(middle, end) {
-            return false;
-        }
-        if new[0] == old[0] || new[1] == old[1] {
+        if !self.change.covers(start, middle)
+            || !self.change.covers(middle, end)
+            || new[0] == old[0]
+            || new[1] == old[1]
+        {
             return false;
         }
         self.before_exchange();
         if !run.table.exchange_pair(index, old, new) {
             return false;
         }
-        self.note(old[0], start, middle, Level::LAST);
-        self.note(old[1], middle, end, Level::LAST);
+        self.change.seen(old[0], start, middle);
+        self.change.seen(old[1], middle, end);
         true
+    }
+
+    /// The entries of one chunk, some of which are of interest.
+    #[inline(always)]
+    fn chunk(&mut self, run: &Run<'_, M>, index: usize) -> Result<(), (Gpa, Flow)> {
+        let wanted = self.change.interest();
+        // Which of the chunk were changed as pairs, a bit each.
+        let mut paired = 0u32;
+        let mut result = Ok(());
+        for n in (0..CHUNK).step_by(2) {
+            let [a, b] = [run.table.load(index + n), run.table.load(index + n + 1)];
+            let both = F::is_valid(a & b) && a & wanted != 0 && b & wanted != 0;
+            if both && self.tree.pairs && self.pair(run, index + n, [a, b]) {
+                paired |= 0b11 << n;
+                continue;
+            }
+            for (n, old) in [(n, a), (n + 1, b)] {
+                if old & (wanted | LOCK_BIT) != 0 {
+                    result = result.and_then(|()| self.single(run, index + n));
+                }
+            }
+        }
+        if paired != 0 {
+            let (first, last) = (paired.trailing_zeros(), 31 - paired.leading_zeros());
+            let start = run.address(index + first as usize);
+            let end = run.address(index + last as usize) + run.page_size();
+            self.changed.add(start, end, Some(Level::LAST));
+            self.exchanged += u64::from(paired.count_ones());
+        }
+        result
     }
 
     #[inline(always)]
@@ -142,32 +172,14 @@ impl<F: Format, M: Machine, C: Change> Visitor<M> for Changer<'_, '_, F, M, C> {
         let interest = self.change.interest() | LOCK_BIT;
         let mut index = run.from;
         while index < run.to {
-            if index % CHUNK != 0 || run.to - index < CHUNK {
+            if !index.is_multiple_of(CHUNK) || run.to - index < CHUNK {
                 self.single(run, index)?;
                 index += 1;
                 continue;
             }
-            let mut old = [0; CHUNK];
-            let mut any = 0;
-            for (n, slot) in old.iter_mut().enumerate() {
-                *slot = run.table.load(index + n);
-                any |= *slot;
-            }
+            let any = (0..CHUNK).fold(0, |any, n| any | run.table.load(index + n));
             if any & interest != 0 {
-                for n in (0..CHUNK).step_by(2) {
-                    let pair = [old[n], old[n + 1]];
-                    let both = F::is_valid(pair[0] & pair[1])
-                        && pair[0] & pair[1] & self.change.interest() != 0
-                        && (pair[0] | pair[1]) & LOCK_BIT == 0;
-                    if both && self.tree.pairs && self.pair(run, index + n, pair) {
-                        continue;
-                    }
-                    for (n, old) in [(n, pair[0]), (n + 1, pair[1])] {
-                        if old & interest != 0 {
-                            self.single(run, index + n)?;
-                        }
-                    }
-                }
+                self.chunk(run, index)?;
             }
             index += CHUNK;
         }

@@ -116,6 +116,7 @@ impl<F: Format, M: Machine> Collapser<'_, '_, F, M> {
         let below = level.below();
         let output = tree.format.output(block, level);
         let size = tree.geometry().size(below);
+        let mut dirty = false;
         let mut judge = |index: usize, old: u64| {
             if !F::is_valid(old)
                 || F::is_table(old, below)
@@ -128,6 +129,7 @@ impl<F: Format, M: Machine> Collapser<'_, '_, F, M> {
             let both = F::intersect(block, leaf);
             let agree = F::essence(both) == F::essence(F::intersect(leaf, block));
             block = F::absorb(both, leaf);
+            dirty |= F::is_dirty(leaf);
             agree
         };
         // Look before freezing: most tables that cannot collapse are found out without an exchange.
@@ -137,7 +139,12 @@ impl<F: Format, M: Machine> Collapser<'_, '_, F, M> {
         let Ok(mut claim) = tree.claim_one() else { return Flow::Stop(Error::Backlog) };
         let frozen = Frozen::freeze(tree, child, below, judge);
         let parent = (table, index, entry, Gpa(visit.start));
-        match frozen.map(|f| f.replace(tree, self.counters, &mut claim, parent, block)) {
+        // A block that may not be written has no place for the dirty state of a child.
+        let keeps = !dirty || F::is_dirty(block);
+        match frozen.map(|f| match keeps {
+            true => f.replace(tree, self.counters, &mut claim, parent, block),
+            false => Err(f),
+        }) {
             Some(Ok(())) => {
                 self.collapsed += 1;
                 bump(&self.counters.collapses, 1);

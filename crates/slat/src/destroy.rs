@@ -32,14 +32,9 @@ impl<F: Format, M: Machine> Destroy<'_, F, M> {
         let start = self.tree.geometry().start();
         let mut parent: Option<(Hpa, usize, Level)> = None;
         let (mut table, mut level) = (self.tree.root(), start);
-        loop {
-            match self.first_table(table, level) {
-                Some((index, child)) => {
-                    parent = Some((table, index, level));
-                    (table, level) = (child, level.below());
-                }
-                None => break,
-            }
+        while let Some((index, child)) = self.first_table(table, level) {
+            parent = Some((table, index, level));
+            (table, level) = (child, level.below());
         }
         let Some((above, index, level)) = parent else { return false };
         self.tree.owned(above).settle(index, EMPTY);

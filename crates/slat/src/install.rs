@@ -56,7 +56,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// leaf, or tables stand more than one level deep where it should go: take a lower level. [`Error::OutOfRange`],
     /// [`Error::Misaligned`], [`Error::OutputTooLarge`]. Nothing was changed then (a split may have been, which
     /// changes no translation).
-    #[inline]
+    #[inline(always)]
     pub fn install(
         &self,
         pin: &Pin<'_, M>,
@@ -88,6 +88,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     }
 
     /// Everything but the empty entry at the right level. `None`: look again.
+    #[cold]
     fn install_over(
         &self,
         pin: &Pin<'_, M>,
@@ -158,7 +159,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         leaf: &Leaf,
         place: &Place<'_, M>,
     ) -> Result<Option<Installed>, Error> {
-        let &Place { table, index, level, entry: old } = place;
+        let &Place { table, index, level, entry: old, .. } = place;
         let geometry = self.geometry();
         let offset = leaf.gpa.0 & (geometry.size(level) - 1);
         let same = self.format.output(old, level).0 + offset == leaf.output.0;

@@ -4,6 +4,7 @@ use crate::entry::LOCK_BIT;
 use crate::machine::Machine;
 use crate::rcu::bump;
 use crate::table::Table;
+use crate::walk::{At, Depth};
 use crate::{Error, Format, Gpa, Hpa, Level, Owner, Pin, Template, Tree};
 
 /// What stands at an address.
@@ -38,27 +39,41 @@ pub(crate) struct Place<'p, M> {
     pub(crate) index: usize,
     pub(crate) level: Level,
     pub(crate) entry: u64,
+    /// log2 of what the entry covers.
+    pub(crate) shift: u32,
 }
 
 impl<F: Format, M: Machine> Tree<'_, F, M> {
     /// Goes down towards `gpa`, no further than to `target`.
     #[inline(always)]
     pub(crate) fn descend<'p>(&self, pin: &'p Pin<'_, M>, gpa: Gpa, target: Level) -> Place<'p, M> {
-        let geometry = self.geometry();
-        let mut level = geometry.start();
-        let mut shift = geometry.shift(level);
-        let mut table = self.root_table(pin);
-        let mut index = (gpa.0 >> shift) as usize;
-        loop {
-            let entry = table.load(index);
-            if level >= target || !F::is_table(entry, level) {
-                return Place { table, index, level, entry };
-            }
-            table = self.child(table, entry);
-            level = level.below();
-            shift -= F::INDEX_BITS;
-            index = (gpa.0 >> shift) as usize & ((1 << F::INDEX_BITS) - 1);
+        let root = self.root_table(pin);
+        match self.geometry().start().number() {
+            1 => self.down::<At<1>>(root, gpa, target, usize::MAX),
+            0 => self.down::<At<0>>(root, gpa, target, usize::MAX),
+            2 => self.down::<At<2>>(root, gpa, target, usize::MAX),
+            -1 => self.down::<At<-1>>(root, gpa, target, usize::MAX),
+            _ => self.down::<At<3>>(root, gpa, target, usize::MAX),
         }
+    }
+
+    /// The rest of a descent, from a table with entries at a level known at compile time.
+    #[inline(always)]
+    fn down<'p, D: Depth>(
+        &self,
+        table: Table<'p, M>,
+        gpa: Gpa,
+        target: Level,
+        mask: usize,
+    ) -> Place<'p, M> {
+        let shift = F::PAGE_SHIFT + F::INDEX_BITS * D::LEVEL.height();
+        let index = (gpa.0 >> shift) as usize & mask;
+        let entry = table.load(index);
+        if D::LEVEL == Level::LAST || D::LEVEL >= target || !F::is_table(entry, D::LEVEL) {
+            return Place { table, index, level: D::LEVEL, entry, shift };
+        }
+        let child = self.child(table, entry);
+        self.down::<D::Below>(child, gpa, target, (1 << F::INDEX_BITS) - 1)
     }
 
     /// What stands at `gpa`. The answer holds as long as the pin and rule 7 say: check for invalidations in progress in
@@ -66,12 +81,12 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
     ///
     /// # Errors
     /// [`Error::OutOfRange`]; [`Error::Retry`] if the entry is being changed: look again under a new pin.
-    #[inline]
+    #[inline(always)]
     pub fn look_up(&self, pin: &Pin<'_, M>, gpa: Gpa) -> Result<Lookup, Error> {
         self.check_address(gpa, 1)?;
-        let Place { entry, level, .. } = self.descend(pin, gpa, Level::LAST);
+        let Place { entry, level, shift, .. } = self.descend(pin, gpa, Level::LAST);
         if F::is_valid(entry) {
-            let offset = gpa.0 & (self.geometry().size(level) - 1);
+            let offset = gpa.0 & ((1 << shift) - 1);
             return Ok(Lookup::Mapped {
                 output: Hpa(self.format.output(entry, level).0 | offset),
                 level,

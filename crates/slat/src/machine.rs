@@ -25,7 +25,8 @@ use crate::{Entry, Gpa, GpaRange, Hpa};
 #[expect(unsafe_code, reason = "the engine and the hardware rely on what the implementor promises")]
 pub unsafe trait Machine: Sync {
     /// `tables` zeroed tables (of the granule that the format names), contiguous and aligned to their total size;
-    /// `tables` is 1, or a power of two up to 16 for a root. `None` when there is no memory: the operation that
+    /// `tables` is 1, or a power of two up to 16 for a root. They lie below 2^48, also where output addresses are wider,
+    /// so that a walk need not put table addresses together from pieces. `None` when there is no memory: the operation that
     /// asked reports it and nothing is half done. Never called while pinned; may block.
     fn allocate(&self, tables: usize) -> Option<Hpa>;
 

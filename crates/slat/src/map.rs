@@ -53,11 +53,8 @@ impl<F: Format, M: Machine> Mapper<'_, '_, F, M> {
             && count as u64 * size == visit.end - visit.start
             && self.leaf_fits(below, visit.start, visit.start + size);
         if filled {
-            let (format, template, output) =
-                (self.tree.format, self.template, self.output(visit.start));
-            table.fill(first, first + count, |index| {
-                format.leaf(below, Hpa(output.0 + (index - first) as u64 * size), template)
-            });
+            let output = self.output(visit.start);
+            self.tree.fill_leaves(table, (first, first + count), below, output, self.template);
         }
         let linked = visit.table.exchange(visit.index, EMPTY, self.tree.format.table(base));
         if linked.is_err() {
@@ -150,7 +147,7 @@ impl<F: Format, M: Machine> Visitor<M> for Mapper<'_, '_, F, M> {
         let mut index = run.from;
         while index < run.to {
             if self.tree.pairs
-                && index % 2 == 0
+                && index.is_multiple_of(2)
                 && index + 1 < run.to
                 && run.table.load(index) | run.table.load(index + 1) == EMPTY
             {

@@ -91,6 +91,9 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         let range = start.and_then(|s| GpaRange::new(Gpa(s), u64::from(pages) << F::PAGE_SHIFT));
         let limit = self.geometry().limit();
         let range = range.ok_or(Error::OutOfRange { limit })?;
+        if pages == mask.count_ones() {
+            return self.write_protect(who, range);
+        }
         self.check(range)?;
         self.machine.observe(Event::Begin);
         let change = WriteProtectMask::<F> { first: first.0, mask, format: PhantomData };

@@ -1,6 +1,7 @@
 //! Unlinked trees: tables that are filled before anyone can see them, and linked with one store.
 
 use crate::machine::Machine;
+use crate::table::Table;
 use crate::{Error, Format, Gpa, Hpa, Level, Reserve, Template, Tree};
 
 impl<F: Format, M: Machine> Tree<'_, F, M> {
@@ -21,6 +22,29 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         Some(Unlinked { table, level: level.below(), to })
     }
 
+    /// Stores leaves at `level` for neighbouring pieces of memory from `output` on into entries `from..to` of a table
+    /// that this thread owns.
+    #[inline(always)]
+    pub(crate) fn fill_leaves(
+        &self,
+        table: Table<'_, M>,
+        (from, to): (usize, usize),
+        level: Level,
+        output: Hpa,
+        template: u64,
+    ) {
+        let size = self.geometry().size(level);
+        let nth = |n: usize| Hpa(output.0 + n as u64 * size);
+        let first = self.format.leaf(level, output, template);
+        let last = self.format.leaf(level, nth(to - from - 1), template);
+        // Address bits stand in place but for those above 2^48 in wide formats: away from there, one addition an entry.
+        if last.wrapping_sub(first) == (to - from - 1) as u64 * size {
+            table.fill(from, to, |index| first + (index - from) as u64 * size);
+        } else {
+            table.fill(from, to, |index| self.format.leaf(level, nth(index - from), template));
+        }
+    }
+
     fn leaves(
         &self,
         reserve: &mut Reserve<'_, M>,
@@ -35,9 +59,7 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         let shift = self.geometry().shift(below);
         let at = |index: usize| Hpa(output.0 + ((index as u64) << shift));
         if below >= to {
-            table.fill(0, self.geometry().entries(), |index| {
-                self.format.leaf(below, at(index), template)
-            });
+            self.fill_leaves(table, (0, self.geometry().entries()), below, output, template);
         } else {
             for index in 0..self.geometry().entries() {
                 let child = self.leaves(reserve, below, at(index), template, to)?;

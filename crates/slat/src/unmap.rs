@@ -129,7 +129,8 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
             }
             let valid = F::is_valid(old);
             let covered = visit.end - visit.start == self.tree.geometry().size(level);
-            if !covered && !(valid && self.edges == Edges::Whole) {
+            let whole = covered || valid && self.edges == Edges::Whole;
+            if !whole {
                 return match self.open_up(visit, old) {
                     Ok(()) => Flow::Next,
                     Err(Error::Retry) => Flow::Again,

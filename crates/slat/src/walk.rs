@@ -108,7 +108,7 @@ pub struct Run<'p, M> {
     pub(crate) from: usize,
     pub(crate) to: usize,
     pub(crate) start: u64,
-    pub(crate) page_size: u64,
+    pub(crate) page_shift: u32,
 }
 
 impl<'p, M: Machine> Run<'p, M> {
@@ -139,7 +139,12 @@ impl<'p, M: Machine> Run<'p, M> {
     /// The address of the entry at `index` of the table.
     #[inline(always)]
     pub(crate) fn address(&self, index: usize) -> u64 {
-        self.start + (index - self.from) as u64 * self.page_size
+        self.start + (((index - self.from) as u64) << self.page_shift)
+    }
+
+    #[inline(always)]
+    pub(crate) fn page_size(&self) -> u64 {
+        1 << self.page_shift
     }
 
     /// The visit of the entry at `index` of the table, as it is now.
@@ -152,7 +157,7 @@ impl<'p, M: Machine> Run<'p, M> {
             level: Level::LAST,
             entry: self.table.load(index),
             start,
-            end: start + self.page_size,
+            end: start + self.page_size(),
         }
     }
 }
@@ -204,12 +209,12 @@ pub trait Visitor<M: Machine> {
 }
 
 /// A level as a type, so that each has its own copy of the walk.
-trait Depth {
+pub(crate) trait Depth {
     const LEVEL: Level;
     type Below: Depth;
 }
 
-struct At<const N: i8>;
+pub(crate) struct At<const N: i8>;
 
 macro_rules! depth {
     ($($level:literal above $below:literal),*) => {
@@ -252,12 +257,11 @@ struct Walk<'t, 'm, F: Format, M: Machine, V> {
 impl<F: Format, M: Machine, V: Visitor<M>> Walk<'_, '_, F, M, V> {
     #[inline(always)]
     fn last(&mut self, table: Table<'_, M>, index: usize, mask: usize) -> End {
-        let page_size = 1u64 << F::PAGE_SHIFT;
         let wanted = ((self.end - self.at) >> F::PAGE_SHIFT).min((mask + 1 - index) as u64);
         let pages = wanted.min(self.budget as u64);
         if self.visitor.wants(Level::LAST).has(Wants::LEAVES) {
             let to = index + pages as usize;
-            let run = Run { table, from: index, to, start: self.at, page_size };
+            let run = Run { table, from: index, to, start: self.at, page_shift: F::PAGE_SHIFT };
             self.visited += pages;
             if let Err((at, flow)) = self.visitor.run(&run) {
                 self.at = at.0;

@@ -113,7 +113,8 @@ fn tables_are_as_in_the_manual<G: Granule>() {
     for o in Options::all() {
         let format = o.format::<G>();
         for _ in 0..1000 {
-            let table = random.address(format.output_bits(), 1 << G::SHIFT);
+            // Where `Machine::allocate` promises tables to be.
+            let table = random.address(48, 1 << G::SHIFT);
             let entry = format.table(table);
             assert_eq!(entry, manual::table::<G>(o.wide, table));
             assert_eq!(format.next(entry), table);
@@ -131,6 +132,16 @@ fn tables_of_every_granule_are_as_in_the_manual() {
     tables_are_as_in_the_manual::<K4>();
     tables_are_as_in_the_manual::<K16>();
     tables_are_as_in_the_manual::<K64>();
+}
+
+#[test]
+fn device_memory_never_becomes_executable() {
+    let format = Stage2::<K4>::new(40).unwrap();
+    for memory in [Memory::Device, Memory::NonCacheable] {
+        let old = format.template(Attributes { memory, ..Attributes::RO }).unwrap();
+        let relaxed = Stage2::<K4>::relaxed(old, format.template(Attributes::RWX).unwrap());
+        assert_eq!(format.attributes(relaxed), Attributes { memory, ..Attributes::RW });
+    }
 }
 
 fn leaves_give_back_what_went_in<G: Granule>() {
@@ -311,7 +322,10 @@ mod words {
     use super::*;
 
     pub(super) fn relaxed(old: Attributes, template: Attributes) -> Attributes {
-        let (a, b) = (who(old.execute), who(template.execute));
+        let (a, mut b) = (who(old.execute), who(template.execute));
+        if old.memory != Memory::Normal {
+            b = (false, false);
+        }
         Attributes {
             read: old.read || template.read,
             write: old.write || template.write,

@@ -227,13 +227,13 @@ impl<G: Granule> Format for Stage2<G> {
     #[inline(always)]
     fn table(&self, table: Hpa) -> u64 {
         debug_assert!(table.0.is_multiple_of(self.geometry.page_size()));
-        debug_assert!(table.0 >> self.output_bits == 0);
-        self.encode(table) | VALID | TABLE_OR_PAGE
+        debug_assert!(table.0 >> NARROW == 0);
+        table.0 | VALID | TABLE_OR_PAGE
     }
 
     #[inline(always)]
     fn next(&self, entry: u64) -> Hpa {
-        self.decode(entry)
+        Hpa(entry & (((1 << NARROW) - 1) & !((1 << G::SHIFT) - 1)))
     }
 
     #[inline(always)]
@@ -302,7 +302,9 @@ impl<G: Granule> Format for Stage2<G> {
         let added = template & (READ | ACCESSED | write);
         let (old1, old0) = descriptor::never(old);
         let (new1, new0) = descriptor::never(template);
-        (old & !(XN0 | XN1)) | added | descriptor::execute_never(old1 & new1, old0 & new0)
+        let never = descriptor::never_executable(old);
+        let (never1, never0) = (old1 & (new1 | never), old0 & (new0 | never));
+        (old & !(XN0 | XN1)) | added | descriptor::execute_never(never1, never0)
     }
 
     #[inline(always)]

@@ -61,6 +61,13 @@ pub(super) const fn never(entry: u64) -> (u64, u64) {
     ((entry ^ entry << 1) & XN1, entry & XN1)
 }
 
+/// XN for everybody if the entry's memory must not be executed: device and non-cacheable memory (the cacheable types,
+/// with FEAT_S2FWB or without, have MemAttr\[1\] set).
+#[inline(always)]
+pub(super) const fn never_executable(entry: u64) -> u64 {
+    (!entry >> 3 & 1) * XN1
+}
+
 /// The XN field for what [`never`] told.
 #[inline(always)]
 pub(super) const fn execute_never(el1: u64, el0: u64) -> u64 {
