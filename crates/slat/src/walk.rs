@@ -328,7 +328,9 @@ impl<F: Format, M: Machine, V: Visitor<M>> Walk<'_, '_, F, M, V> {
             }
             if is_table && wants.has(Wants::AFTER) {
                 self.visited += 1;
-                let flow = self.visitor.after(&visit(entry));
+                // The part of the range may have been walked under several pins.
+                let start = span.max(self.origin);
+                let flow = self.visitor.after(&Visit { start, ..visit(entry) });
                 if !matches!(flow, Flow::Next | Flow::Skip) {
                     self.at = here;
                     return End::Flow(flow);

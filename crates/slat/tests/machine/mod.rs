@@ -20,6 +20,8 @@ pub struct Heap {
     pub allowed: AtomicIsize,
     pub publishes: AtomicUsize,
     pub invalidations: AtomicUsize,
+    /// Address and level hint of each invalidation by address (`None`: everything), kept in debug builds only.
+    pub log: Mutex<Vec<(Option<u64>, Option<slat::Level>)>>,
 }
 
 impl Heap {
@@ -33,6 +35,7 @@ impl Heap {
             allowed: AtomicIsize::new(-1),
             publishes: AtomicUsize::new(0),
             invalidations: AtomicUsize::new(0),
+            log: Mutex::new(Vec::new()),
         }
     }
 
@@ -91,6 +94,15 @@ unsafe impl Machine for Heap {
 
     #[inline(always)]
     fn execute(&self, instruction: Instruction) {
+        if cfg!(debug_assertions) {
+            let what = match instruction {
+                Instruction::TlbiIpas2e1is { ipa, level, .. }
+                | Instruction::TlbiRipas2e1is { ipa, level, .. } => Some((Some(ipa.0), level)),
+                Instruction::TlbiVmalls12e1is => Some((None, None)),
+                _ => None,
+            };
+            self.log.lock().unwrap().extend(what);
+        }
         match instruction {
             Instruction::DsbIshst => bump(&self.publishes),
             Instruction::TlbiVmalle1is | Instruction::TlbiVmalls12e1is => {
