@@ -4,6 +4,7 @@ use crate::batch::Batch;
 use crate::entry::LOCK_BIT;
 use crate::machine::Machine;
 use crate::rcu::bump;
+use crate::sabotage::{Skip, skips};
 use crate::walk::{Flow, Run, Visit, Visitor, Wants};
 use crate::{Error, Format, Gpa, GpaRange, Level, Participant, Tree};
 
@@ -64,6 +65,11 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
         }
         loop {
             if old & LOCK_BIT != 0 {
+                if skips(Skip::Rewalk) {
+                    self.tree.machine.relax();
+                    old = visit.table.load(visit.index);
+                    continue;
+                }
                 return if C::EXACT { Flow::Again } else { Flow::Next };
             }
             if !F::is_valid(old) || F::is_table(old, visit.level) {

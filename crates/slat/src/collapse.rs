@@ -11,6 +11,7 @@ use crate::install::{Installed, Leaf};
 use crate::lookup::Place;
 use crate::machine::Machine;
 use crate::rcu::{Counters, bump};
+use crate::sabotage::{Skip, skips};
 use crate::table::Table;
 use crate::walk::{Flow, Visit, Visitor, Wants};
 use crate::{Error, Format, Gpa, GpaRange, Level, Owner, Participant, Pin, Tree};
@@ -38,7 +39,7 @@ impl<'p, M: Machine> Frozen<'p, M> {
                 frozen.thaw::<F>();
                 return None;
             }
-            if table.exchange(frozen.frozen, old, F::freeze(old)).is_ok() {
+            if skips(Skip::Freeze) || table.exchange(frozen.frozen, old, F::freeze(old)).is_ok() {
                 frozen.frozen += 1;
             } else if table.entry(frozen.frozen).read() & LOCK_BIT == 0 {
                 // Hardware or a fault changed it: judge the new value. A judge that sums up sees the entry twice,
@@ -75,7 +76,11 @@ impl<'p, M: Machine> Frozen<'p, M> {
         let above = Level::new(self.level.number() - 1).unwrap_or(Level::TOP);
         tree.invalidate(counters, tree.table_at(at, above));
         for index in 0..self.frozen {
-            self.table.settle(index, DEAD);
+            let dead = match skips(Skip::Dead) {
+                true => F::thaw(self.table.load(index)),
+                false => DEAD,
+            };
+            self.table.settle(index, dead);
         }
         table.settle(index, new);
         tree.retire(claim, self.table.base(), self.level);
@@ -126,7 +131,7 @@ impl<F: Format, M: Machine> Collapser<'_, '_, F, M> {
             }
             let template = tree.format.template_of(old, below);
             let leaf = tree.format.leaf(level, output, template);
-            let both = F::intersect(block, leaf);
+            let both = if skips(Skip::Intersection) { block } else { F::intersect(block, leaf) };
             let agree = F::essence(both) == F::essence(F::intersect(leaf, block));
             block = F::absorb(both, leaf);
             dirty |= F::is_dirty(leaf);

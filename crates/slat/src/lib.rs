@@ -23,6 +23,10 @@ mod protect;
 pub mod rcu;
 mod relax;
 mod reserve;
+#[cfg(not(loom))]
+mod sabotage;
+#[cfg(loom)]
+pub mod sabotage;
 mod split;
 mod sync;
 mod table;

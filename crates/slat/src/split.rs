@@ -4,6 +4,7 @@ use crate::entry::{EMPTY, LOCKED};
 use crate::machine::Machine;
 use crate::maintenance::Invalidation;
 use crate::rcu::{Counters, bump};
+use crate::sabotage::{Skip, skips};
 use crate::table::Table;
 use crate::walk::{Flow, Visit, Visitor, Wants};
 use crate::{Error, Format, Gpa, GpaRange, Level, Participant, Pin, Reserve, Tree};
@@ -96,8 +97,9 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let Some(new) = self.shatter(reserve, entry, level, to) else {
             return Err(Error::NeedTables { at, missing: self.geometry().tables_below(level, to) });
         };
+        let locked = if skips(Skip::SplitLock) { entry } else { LOCKED };
         // Rule 3: the block and the table translate the same range in different sizes.
-        if table.exchange(index, entry, LOCKED).is_err() {
+        if table.exchange(index, entry, locked).is_err() {
             self.take_apart(reserve, new.table, new.level);
             return Err(Error::Retry);
         }

@@ -5,6 +5,7 @@ use core::marker::PhantomData;
 use core::ptr::NonNull;
 
 use crate::machine::{Event, Machine};
+use crate::sabotage::{Skip, skips};
 use crate::sync::Ordering;
 use crate::{Entry, Hpa};
 
@@ -77,8 +78,12 @@ impl<'p, M: Machine> Table<'p, M> {
     #[inline(always)]
     pub(crate) fn exchange(&self, index: usize, old: u64, new: u64) -> Result<(), u64> {
         // Release: what `new` points to is complete. Acquire: whoever put `old` there is done with it.
-        let result =
-            self.entry(index).0.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
+        let place = &self.entry(index).0;
+        let result = if skips(Skip::Compare) {
+            Ok(place.swap(new, Ordering::AcqRel))
+        } else {
+            place.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
+        };
         self.machine.observe(Event::Exchange {
             entry: self.address(index),
             old,

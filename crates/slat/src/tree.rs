@@ -5,6 +5,7 @@ use crate::format::FormatError;
 use crate::machine::Machine;
 use crate::maintenance::{Context, Invalidation, Maintenance};
 use crate::rcu::{Counters, bump};
+use crate::sabotage::{Skip, skips};
 use crate::sync::{AtomicU64, AtomicUsize, Ordering};
 use crate::table::Table;
 use crate::{Attributes, Error, Format, Geometry, Gpa, GpaRange, Hpa, Level, NoMemory, Pin};
@@ -194,12 +195,18 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// One invalidation on every CPU, complete on return.
     pub(crate) fn invalidate(&self, counters: &Counters, what: Invalidation) {
         bump(&counters.invalidations, 1);
+        if skips(Skip::Invalidation) {
+            return;
+        }
         F::Maintenance::invalidate(self.machine, &self.context(), what);
     }
 
     /// One invalidation on this CPU, complete on return.
     pub(crate) fn invalidate_local(&self, counters: &Counters, gpa: Gpa) {
         bump(&counters.local_invalidations, 1);
+        if skips(Skip::LocalInvalidation) {
+            return;
+        }
         F::Maintenance::invalidate_local(self.machine, &self.context(), gpa);
     }
 

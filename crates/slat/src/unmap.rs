@@ -9,6 +9,7 @@ use crate::batch::Batch;
 use crate::entry::{EMPTY, LOCK_BIT};
 use crate::machine::{Event, Machine, Promise};
 use crate::rcu::{Counters, bump};
+use crate::sabotage::{Skip, skips};
 use crate::walk::{Flow, Run, Visit, Visitor, Wants};
 use crate::{Error, Format, Gpa, GpaRange, Hpa, Level, Owner, Participant, Pin, Reserve, Tree};
 
@@ -76,7 +77,8 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
                 return Err(Flow::Stop(Error::Backlog));
             }
         }
-        if let Err(now) = table.exchange(index, old, F::freeze(old)) {
+        let locked = if skips(Skip::UnmapLock) { self.last } else { F::freeze(old) };
+        if let Err(now) = table.exchange(index, old, locked) {
             return Ok(Some(now));
         }
         self.held.add(table.base(), level, index);
@@ -194,7 +196,7 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Visitor<M> for Sweep<'_, '_, F, 
     fn before(&mut self, visit: &Visit<'_, M>) -> Flow {
         // Rule 8: where hardware keeps dirty state, leaves are taken one by one, each with its exact last value.
         let covered = visit.end - visit.start == self.tree.geometry().size(visit.level);
-        if !covered || self.tree.format.tracks_dirty() {
+        if !covered || self.tree.format.tracks_dirty() && !skips(Skip::LeafByLeaf) {
             return Flow::Next;
         }
         match self.lock(visit, visit.entry) {
@@ -212,7 +214,8 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Visitor<M> for Sweep<'_, '_, F, 
         }
         let level = self.held.level;
         for index in self.held.first..self.held.end {
-            if self.held.which[index / 64 % WORDS] & 1 << (index % 64) == 0 {
+            let held = self.held.which[index / 64 % WORDS] & 1 << (index % 64) != 0;
+            if !held || skips(Skip::UnmapLock) {
                 continue;
             }
             let entry = F::thaw(table.load(index));
