@@ -59,6 +59,7 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
     /// # Errors
     /// [`Error::OutOfRange`]; [`Error::Retry`] if the entry is being changed: let the guest run again.
     pub fn mark_young(&self, pin: &Pin<'_, M>, gpa: Gpa) -> Result<bool, Error> {
+        self.check_machine(pin.machine())?;
         self.check_address(gpa, 1)?;
         let place = self.descend(pin, gpa, Level::LAST);
         let mut old = place.entry;

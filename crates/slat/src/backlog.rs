@@ -103,8 +103,12 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
     /// another thread is doing just that.
     ///
     /// Operations call this themselves when many tables wait; call it when memory should come back now. Costs a grace
-    /// period and a look at each entry of the freed tables above the last level.
+    /// period and a look at each entry of the freed tables above the last level. A participant of another machine frees
+    /// nothing.
     pub fn reclaim(&self, who: &mut Participant<'_, M>) {
+        if self.check_machine(who.machine()).is_err() {
+            return;
+        }
         let ring = &self.backlog;
         let taken = ring.draining.compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed);
         if taken.is_err() {

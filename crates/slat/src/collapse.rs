@@ -130,8 +130,11 @@ impl<F: Format, M: Machine> Collapser<'_, '_, F, M> {
                 return false;
             }
             let template = tree.format.template_of(old, below);
-            let leaf = tree.format.leaf(level, output, template);
-            let both = if skips(Skip::Intersection) { block } else { F::intersect(block, leaf) };
+            let mut leaf = tree.format.leaf(level, output, template);
+            if skips(Skip::Intersection) {
+                leaf = F::relaxed(leaf, block);
+            }
+            let both = F::intersect(block, leaf);
             let agree = F::essence(both) == F::essence(F::intersect(leaf, block));
             block = F::absorb(both, leaf);
             dirty |= F::is_dirty(leaf);

@@ -41,6 +41,8 @@ pub enum Error {
         /// Who.
         owner: Owner,
     },
+    /// The participant, pin or reserve belongs to another machine than the tree.
+    OtherMachine,
     /// Another thread is changing this entry: let the guest run again, or call again.
     Retry,
     /// More tables wait for a grace period than the backlog holds: call [`Tree::reclaim`](crate::Tree::reclaim),
@@ -62,6 +64,9 @@ impl fmt::Display for Error {
             }
             Self::NoMemory(no) => no.fmt(f),
             Self::Owned { at, owner } => write!(f, "{at} belongs to owner {}", owner.0),
+            Self::OtherMachine => {
+                f.write_str("this participant or reserve belongs to another machine than the tree")
+            }
             Self::Retry => f.write_str("another thread is changing this entry: try again"),
             Self::Backlog => f.write_str("too many tables wait to be freed: reclaim first"),
         }

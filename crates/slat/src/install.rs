@@ -65,6 +65,8 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     ) -> Result<Installed, Error> {
         let &Leaf { gpa, level, output, template } = leaf;
         let size = self.geometry().size(level);
+        self.check_machine(pin.machine())?;
+        self.check_machine(reserve.machine())?;
         if !self.format.leaf_allowed(level) {
             return Err(Error::Level(level));
         }

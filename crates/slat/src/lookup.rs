@@ -83,6 +83,7 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
     /// [`Error::OutOfRange`]; [`Error::Retry`] if the entry is being changed: look again under a new pin.
     #[inline(always)]
     pub fn look_up(&self, pin: &Pin<'_, M>, gpa: Gpa) -> Result<Lookup, Error> {
+        self.check_machine(pin.machine())?;
         self.check_address(gpa, 1)?;
         let Place { entry, level, shift, .. } = self.descend(pin, gpa, Level::LAST);
         if F::is_valid(entry) {

@@ -21,7 +21,8 @@ use crate::{Entry, Gpa, GpaRange, Hpa};
 /// The engine writes through the pointers of [`entries`](Self::entries) and gives their physical addresses to
 /// hardware. The implementor promises, for every table that `allocate` returned and that was not freed since, that
 /// nothing else in the system reads or writes it except hardware table walkers, that `entries` points to all of it,
-/// and that it stays mapped and readable until `free`.
+/// and that it stays mapped and readable until `free`. It promises that [`slots`](Self::slots) is always the same slice:
+/// whoever is pinned in a slot that a grace period does not see may stand in a table that is freed.
 #[expect(unsafe_code, reason = "the engine and the hardware rely on what the implementor promises")]
 pub unsafe trait Machine: Sync {
     /// `tables` zeroed tables (of the granule that the format names), contiguous and aligned to their total size;

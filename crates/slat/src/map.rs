@@ -196,6 +196,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         if !self.format.leaf_allowed(largest) {
             return Err(Error::Level(largest));
         }
+        self.check_machine(reserve.machine())?;
         self.check(range)?;
         self.check_output(output, range.size(), Level::LAST)?;
         let offset = output.0.wrapping_sub(range.start().0);

@@ -132,6 +132,11 @@ impl<'m, M: Machine> Participant<'m, M> {
         // Rule 1: pairs with the fence of each pin, see the head of this file.
         fence(Ordering::SeqCst);
         for slot in self.machine.slots() {
+            if core::ptr::eq(slot, self.slot) {
+                // Not pinned: a pin borrows its participant, which is ours alone here. (One that was leaked guards
+                // nothing any more.)
+                continue;
+            }
             let seen = slot.pin.load(Ordering::Acquire);
             if seen & 1 == 1 {
                 // Acquire: the last use under that pin comes before what follows the grace period.

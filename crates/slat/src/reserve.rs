@@ -38,6 +38,11 @@ impl<'m, M: Machine> Reserve<'m, M> {
         Self { machine, first: None, len: 0 }
     }
 
+    /// The machine that it allocates from.
+    pub(crate) fn machine(&self) -> &'m M {
+        self.machine
+    }
+
     /// How many tables are in hand.
     pub fn len(&self) -> usize {
         self.len

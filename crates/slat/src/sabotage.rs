@@ -15,8 +15,6 @@ pub enum Skip {
     Compare,
     /// Rule 3: every invalidation on all CPUs.
     Invalidation,
-    /// Rule 3: a block is LOCKED while it is being split; instead the table is stored over what is there then.
-    SplitLock,
     /// Rule 4: whoever meets LOCKED walks again from the root; instead it waits in place.
     Rewalk,
     /// Rule 5: what waits to be freed is recorded outside the tables; instead a link is stored in the table as well.

@@ -4,10 +4,9 @@ use crate::entry::{EMPTY, LOCKED};
 use crate::machine::Machine;
 use crate::maintenance::Invalidation;
 use crate::rcu::{Counters, bump};
-use crate::sabotage::{Skip, skips};
 use crate::table::Table;
 use crate::walk::{Flow, Visit, Visitor, Wants};
-use crate::{Error, Format, Gpa, GpaRange, Level, Participant, Pin, Reserve, Tree};
+use crate::{Error, Format, Gpa, GpaRange, Level, Participant, Pin, Reserve, Tree, Unlinked};
 
 struct Splitter<'t, 'm, F: Format, M: Machine> {
     tree: &'t Tree<'m, F, M>,
@@ -70,6 +69,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         if !self.format.leaf_allowed(to) {
             return Err(Error::Level(to));
         }
+        self.check_machine(reserve.machine())?;
         self.check(range)?;
         let counters = &who.counters;
         let mut splitter = Splitter { tree: self, reserve, counters, to, split: 0 };
@@ -97,9 +97,8 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let Some(new) = self.shatter(reserve, entry, level, to) else {
             return Err(Error::NeedTables { at, missing: self.geometry().tables_below(level, to) });
         };
-        let locked = if skips(Skip::SplitLock) { entry } else { LOCKED };
         // Rule 3: the block and the table translate the same range in different sizes.
-        if table.exchange(index, entry, locked).is_err() {
+        if table.exchange(index, entry, LOCKED).is_err() {
             self.take_apart(reserve, new.table, new.level);
             return Err(Error::Retry);
         }
@@ -131,12 +130,13 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         &self,
         pin: &Pin<'_, M>,
         at: Gpa,
-        unlinked: crate::Unlinked,
-    ) -> Result<(), (Error, crate::Unlinked)> {
+        unlinked: Unlinked<'m, F, M>,
+    ) -> Result<(), (Error, Unlinked<'m, F, M>)> {
         let Some(level) = Level::new(unlinked.level.number() - 1) else {
             return Err((Error::Level(unlinked.level), unlinked));
         };
-        if let Err(error) = self.check_address(at, self.geometry().size(level)) {
+        let checked = self.check_machine(pin.machine()).and(self.check_machine(unlinked.machine));
+        if let Err(error) = checked.and(self.check_address(at, self.geometry().size(level))) {
             return Err((error, unlinked));
         }
         let place = self.descend(pin, at, level);

@@ -20,7 +20,8 @@ pub(crate) fn store_then_fence(place: &AtomicU64, value: u64) {
     }
     #[cfg(not(all(target_arch = "x86_64", not(loom))))]
     {
-        place.store(value, Ordering::Relaxed);
+        let release = if skips(Skip::PinRelease) { Ordering::Relaxed } else { Ordering::Release };
+        place.store(value, release);
         if !skips(Skip::PinFence) {
             fence(Ordering::SeqCst);
         }

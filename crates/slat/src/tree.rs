@@ -146,6 +146,12 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         unsafe { machine.free(first, tables) }
     }
 
+    /// Pins and reserves guard only tables of their own machine.
+    #[inline(always)]
+    pub(crate) fn check_machine(&self, other: &M) -> Result<(), Error> {
+        if core::ptr::eq(self.machine, other) { Ok(()) } else { Err(Error::OtherMachine) }
+    }
+
     /// A range whose every address the tree can translate, in whole granules.
     pub(crate) fn check(&self, range: GpaRange) -> Result<(), Error> {
         self.check_address(range.start(), self.geometry().page_size())?;

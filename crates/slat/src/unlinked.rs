@@ -1,10 +1,13 @@
 //! Unlinked trees: tables that are filled before anyone can see them, and linked with one store.
 
+use core::fmt;
+use core::marker::PhantomData;
+
 use crate::machine::Machine;
 use crate::table::Table;
 use crate::{Error, Format, Gpa, Hpa, Level, Reserve, Template, Tree};
 
-impl<F: Format, M: Machine> Tree<'_, F, M> {
+impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// The tables that translate as `block`, a leaf at `level`, does, in leaves at `to` below it (or at the next level,
     /// if the reserve does not hold enough for more). `None`: it holds none.
     pub(crate) fn shatter(
@@ -13,13 +16,13 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         block: u64,
         level: Level,
         to: Level,
-    ) -> Option<Unlinked> {
+    ) -> Option<Unlinked<'m, F, M>> {
         let output = self.format.output(block, level);
         let template = self.format.template_of(block, level);
         let all = reserve.len() >= self.geometry().tables_below(level, to);
         let to = if all { to } else { level.below() };
         let table = self.leaves(reserve, level, output, template, to)?;
-        Some(Unlinked { table, level: level.below(), to })
+        Some(self.unlinked(table, level, to))
     }
 
     /// Stores leaves at `level` for neighbouring pieces of memory from `output` on into entries `from..to` of a table
@@ -104,7 +107,8 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         output: Hpa,
         template: Template,
         to: Level,
-    ) -> Result<Unlinked, Error> {
+    ) -> Result<Unlinked<'m, F, M>, Error> {
+        self.check_machine(reserve.machine())?;
         if to <= level || !self.format.leaf_allowed(to) {
             return Err(Error::Level(to));
         }
@@ -115,26 +119,49 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
             .then(|| self.leaves(reserve, level, output, template.0, to))
             .flatten()
             .ok_or(Error::NeedTables { at: Gpa(0), missing })?;
-        Ok(Unlinked { table, level: level.below(), to })
+        Ok(self.unlinked(table, level, to))
     }
 
-    /// Takes an unlinked tree apart, back into the reserve that it came from.
-    pub fn dismantle(&self, reserve: &mut Reserve<'_, M>, unlinked: Unlinked) {
+    fn unlinked(&self, table: Hpa, block: Level, to: Level) -> Unlinked<'m, F, M> {
+        Unlinked { machine: self.machine, table, level: block.below(), to, format: PhantomData }
+    }
+
+    /// Takes an unlinked tree apart, back into a reserve of the machine that it came from.
+    ///
+    /// # Errors
+    /// [`Error::OtherMachine`] with the tree itself.
+    pub fn dismantle(
+        &self,
+        reserve: &mut Reserve<'_, M>,
+        unlinked: Unlinked<'m, F, M>,
+    ) -> Result<(), (Error, Unlinked<'m, F, M>)> {
+        let of = self.check_machine(unlinked.machine).and(self.check_machine(reserve.machine()));
+        if let Err(error) = of {
+            return Err((error, unlinked));
+        }
         self.take_apart(reserve, unlinked.table, unlinked.level);
+        Ok(())
     }
 }
 
 /// Tables that nobody else knows. Link them with [`Tree::link`] or give them back with [`Tree::dismantle`]; dropped,
 /// their memory is lost.
-#[derive(Debug)]
 #[must_use = "link it or dismantle it: its tables are lost otherwise"]
-pub struct Unlinked {
+pub struct Unlinked<'m, F, M> {
+    pub(crate) machine: &'m M,
+    format: PhantomData<F>,
     pub(crate) table: Hpa,
     pub(crate) level: Level,
     pub(crate) to: Level,
 }
 
-impl Unlinked {
+impl<F, M> fmt::Debug for Unlinked<'_, F, M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Unlinked").field("table", &self.table).field("level", &self.level).finish()
+    }
+}
+
+impl<F, M> Unlinked<'_, F, M> {
     /// The level of its topmost entries.
     pub fn level(&self) -> Level {
         self.level

@@ -291,6 +291,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         edges: Edges,
         mut dirty: impl FnMut(GpaRange),
     ) -> Result<u64, Error> {
+        self.check_machine(reserve.machine())?;
         let mut rest = range;
         let mut total = 0;
         loop {

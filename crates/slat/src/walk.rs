@@ -127,13 +127,9 @@ impl<'p, M: Machine> Run<'p, M> {
         self.from == self.to
     }
 
-    /// Reads the `n`-th entry of the stretch, `n` below [`len`](Self::len).
-    ///
-    /// # Panics
-    /// If `n` is not.
-    pub fn entry(&self, n: usize) -> u64 {
-        assert!(n < self.len(), "entry {n} of a run of {}", self.len());
-        self.table.load(self.from + n)
+    /// Reads the `n`-th entry of the stretch; `None` if `n` is not below [`len`](Self::len).
+    pub fn entry(&self, n: usize) -> Option<u64> {
+        (n < self.len()).then(|| self.table.load(self.from + n))
     }
 
     /// The address of the entry at `index` of the table.
@@ -335,6 +331,8 @@ impl<F: Format, M: Machine, V: Visitor<M>> Walk<'_, '_, F, M, V> {
                     self.at = here;
                     return End::Flow(flow);
                 }
+                // Who wants a table afterwards looks at all of it: that is this pin's worth.
+                self.budget = 0;
             }
             self.at = end;
             index += 1;
@@ -381,6 +379,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         range: GpaRange,
         visitor: &mut V,
     ) -> Result<(), Error> {
+        self.check_machine(who.machine())?;
         let (origin, end) = (range.start().0, range.end().0);
         let mut at = origin;
         loop {

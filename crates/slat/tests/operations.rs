@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering;
 use machine::Heap;
 use slat::format::arm::{K4, Stage2};
 use slat::{
-    Attributes, Destroy, Edges, Error, Format, Gpa, GpaRange, Hpa, Installed, Leaf, Level, Lookup,
-    Owner, Participant, Reserve, Tree,
+    Attributes, Destroy, Edges, Error, Gpa, GpaRange, Hpa, Installed, Leaf, Level, Lookup, Owner,
+    Participant, Reserve, Tree,
 };
 
 const K: u64 = 4096;
@@ -591,9 +591,10 @@ fn an_unlinked_tree_is_linked_whole_or_comes_back() {
     let mut s = setup(&heap);
     let held = s.reserve.len();
     let rw = s.tree.template(Attributes::RW).unwrap();
-    let build = |s: &mut Setup<'_>| {
+    fn build<'m>(s: &mut Setup<'m>) -> slat::Unlinked<'m, Stage2<K4>, Heap> {
+        let rw = s.tree.template(Attributes::RW).unwrap();
         s.tree.build_unlinked(&mut s.reserve, level(2), Hpa(4 * M2), rw, Level::LAST).unwrap()
-    };
+    }
     s.map(M2, K, 3);
     let unlinked = build(&mut s);
     let (error, unlinked) = s.tree.link(&s.who.pin(), Gpa(M2), unlinked).unwrap_err();
@@ -601,7 +602,7 @@ fn an_unlinked_tree_is_linked_whole_or_comes_back() {
     s.tree.link(&s.who.pin(), Gpa(2 * M2), unlinked).unwrap();
     assert_eq!(s.leaf(2 * M2 + 5 * K), Some((3, 4 * M2 + 5 * K, Attributes::RW)));
     let unlinked = build(&mut s);
-    s.tree.dismantle(&mut s.reserve, unlinked);
+    s.tree.dismantle(&mut s.reserve, unlinked).unwrap();
     assert_eq!(s.reserve.len(), held - 1 - 2);
     let bad = s.tree.build_unlinked(&mut s.reserve, level(2), Hpa(K), rw, Level::LAST);
     assert_eq!(bad.unwrap_err(), Error::Misaligned { to: M2 });
@@ -624,4 +625,31 @@ fn bad_input_is_refused_with_what_it_should_be() {
     assert_eq!(refused, Err(Error::OutputTooLarge { bits: 48 }));
     assert_eq!(s.tree.look_up(&s.who.pin(), limit), Err(Error::OutOfRange { limit }));
     assert!(Participant::register(&heap).is_err());
+}
+
+#[test]
+fn participants_and_reserves_of_another_machine_are_refused() {
+    let (heap, other) = (Heap::new(4096, 1), Heap::new(4096, 1));
+    let (mut s, mut strange) = (setup(&heap), setup(&other));
+    s.map(0, M2, 3);
+    let refused = Error::OtherMachine;
+    let template = s.tree.template(Attributes::RW).unwrap();
+    let leaf = Leaf { gpa: Gpa(M2), level: Level::LAST, output: Hpa(0), template };
+    let pin = strange.who.pin();
+    assert_eq!(s.tree.look_up(&pin, Gpa(0)), Err(refused));
+    assert_eq!(s.tree.mark_young(&pin, Gpa(0)), Err(refused));
+    assert_eq!(s.tree.install(&pin, &mut s.reserve, &leaf), Err(refused));
+    drop(pin);
+    let pin = s.who.pin();
+    assert_eq!(s.tree.install(&pin, &mut strange.reserve, &leaf), Err(refused));
+    drop(pin);
+    let all = range(0, M2);
+    assert_eq!(s.tree.write_protect(&strange.who, all), Err(refused));
+    assert_eq!(s.tree.split(&s.who, &mut strange.reserve, all, Level::LAST), Err(refused));
+    let unmap = |who, reserve| s.tree.unmap(who, reserve, all, Edges::Exact, |_| {});
+    assert_eq!(unmap(&mut s.who, &mut strange.reserve), Err(refused));
+    assert_eq!(unmap(&mut strange.who, &mut s.reserve), Err(refused));
+    s.install(0, 2, Attributes::RW).unwrap();
+    s.tree.reclaim(&mut strange.who);
+    assert_eq!(s.tree.waiting(), 1, "nothing is freed after somebody else's grace period");
 }
