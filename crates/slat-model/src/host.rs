@@ -157,7 +157,7 @@ impl Backing {
             return Err(HostMemoryError::PageSize(page_size));
         }
         let multiple = if self == Self::AnonymousThp { base } else { page_size };
-        if size == 0 || size % multiple != 0 {
+        if size == 0 || !size.is_multiple_of(multiple) {
             return Err(HostMemoryError::Size { size, page_size: multiple });
         }
         let group = base << GROUP_BITS;
@@ -215,7 +215,8 @@ impl HostMemory {
         }
         let frame = offset >> self.base_shift;
         let group = frame & !GROUP_MASK;
-        let scattered = group | (frame.wrapping_mul(SCATTER).wrapping_add(turn(group)) & GROUP_MASK);
+        let scattered =
+            group | (frame.wrapping_mul(SCATTER).wrapping_add(turn(group)) & GROUP_MASK);
         let inside = offset & ((1 << self.base_shift) - 1);
         let hpa = Hpa(self.first.0 + (scattered << self.base_shift) + inside);
         Some(HostPage { hpa, size: 1 << self.base_shift })
@@ -244,11 +245,6 @@ impl HostMemory {
     #[inline(always)]
     pub(crate) fn word_at(&self, place: u64) -> Option<&AtomicU64> {
         self.mapping.word(place)
-    }
-
-    /// The words from a distance from [`first`](Self::first) on.
-    pub(crate) fn words_at(&self, place: u64, size: u64) -> Option<&[AtomicU64]> {
-        self.mapping.words(place, size)
     }
 }
 

@@ -75,7 +75,7 @@ impl Mapping {
     /// The words of `size` bytes from `offset`, both multiples of 8; `None` beyond the end.
     pub(crate) fn words(&self, offset: u64, size: u64) -> Option<&[AtomicU64]> {
         let end = offset.checked_add(size)?;
-        if end > self.size || offset % WORD != 0 {
+        if end > self.size || !offset.is_multiple_of(WORD) {
             return None;
         }
         let first = self.pointer(offset)?.cast::<AtomicU64>();

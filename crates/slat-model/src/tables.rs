@@ -6,7 +6,7 @@ use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use slat::{Entry, Hpa};
 
@@ -116,22 +116,20 @@ impl Tables {
         self.memory.pointer(table.0.wrapping_sub(self.base)).map(NonNull::cast)
     }
 
-    /// From now on `n` calls of [`take`](Self::take) succeed and all later ones fail; `None`: none fails.
+    /// From now on `n` calls of [`may_take`](Self::may_take) say yes and all later ones no; `None`: all say yes.
     pub(crate) fn fail_after(&self, n: Option<u64>) {
         let n = n.map_or(NEVER, |n| i64::try_from(n).unwrap_or(NEVER - 1));
         self.countdown.store(n, Ordering::Relaxed);
     }
 
-    fn may_take(&self) -> bool {
+    /// Whether an allocation that is wanted now should not fail on purpose. To be asked once for each.
+    pub(crate) fn may_take(&self) -> bool {
         self.countdown.load(Ordering::Relaxed) == NEVER
             || self.countdown.fetch_sub(1, Ordering::Relaxed) > 0
     }
 
     /// Takes `tables` neighbours, aligned to their total size. Their contents are arbitrary if they were used before.
     pub(crate) fn take(&self, tables: usize) -> Option<Taken> {
-        if !self.may_take() {
-            return None;
-        }
         let taken = if tables == 1 { self.take_one() } else { self.take_root(tables) }?;
         self.shard().lock().allocated += tables as u64;
         Some(taken)
@@ -183,6 +181,15 @@ impl Tables {
         Some(Taken { first, recycled: false })
     }
 
+    /// Touches the memory of the tables that are taken first, so that the operating system has it ready.
+    pub(crate) fn warm(&self, tables: u32) {
+        for number in 0..tables.min(self.capacity) {
+            if let Some(word) = self.memory.word(u64::from(number) << self.shift) {
+                word.store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Zeroes tables that were taken.
     ///
     /// # Safety
@@ -209,11 +216,6 @@ impl Tables {
         })
     }
 
-    /// How many tables there are at most.
-    pub(crate) fn capacity(&self) -> u32 {
-        self.capacity
-    }
-
     fn shard(&self) -> &Spin<Shard> {
         &self.shards[thread_number() % SHARDS]
     }
@@ -232,9 +234,28 @@ impl Shard {
     }
 }
 
-/// One number for each table.
-pub(crate) fn per_table(tables: &Tables) -> Box<[AtomicU32]> {
-    (0..tables.capacity()).map(|_| AtomicU32::new(0)).collect()
+/// One number for each table, zero at first, made when it is first looked at.
+#[derive(Debug, Default)]
+pub(crate) struct PerTable {
+    pieces: Box<[OnceLock<Piece>]>,
+}
+
+const PIECE: usize = 1024;
+type Piece = Box<[AtomicU32]>;
+
+impl PerTable {
+    pub(crate) fn new(tables: &Tables) -> Self {
+        let pieces = (tables.capacity as usize).div_ceil(PIECE);
+        Self { pieces: (0..pieces).map(|_| OnceLock::new()).collect() }
+    }
+
+    /// The number of a table.
+    #[inline]
+    pub(crate) fn of(&self, table: u32) -> &AtomicU32 {
+        let piece = self.pieces[table as usize / PIECE]
+            .get_or_init(|| (0..PIECE).map(|_| AtomicU32::new(0)).collect());
+        &piece[table as usize % PIECE]
+    }
 }
 
 #[cfg(test)]
@@ -262,12 +283,9 @@ mod tests {
     fn the_nth_allocation_from_now_and_all_later_ones_fail_until_cleared() {
         let tables = Tables::new(Hpa(1 << 30), 12, 200).unwrap();
         tables.fail_after(Some(2));
-        assert!(tables.take(1).is_some());
-        assert!(tables.take(2).is_some());
-        assert!(tables.take(1).is_none());
-        assert!(tables.take(16).is_none());
+        assert_eq!([(); 4].map(|()| tables.may_take()), [true, true, false, false]);
         tables.fail_after(None);
-        assert!(tables.take(1).is_some());
+        assert!(tables.may_take());
     }
 
     #[test]

@@ -149,7 +149,8 @@ impl Regime {
             Descriptor::Invalid => value & 1,
             Descriptor::Table(_) => {
                 let wide = self.lpa();
-                let low = if self.page_shift == 12 || wide { 0 } else { bits(12, self.page_shift - 1) };
+                let low =
+                    if self.page_shift == 12 || wide { 0 } else { bits(12, self.page_shift - 1) };
                 value & (bits(59, 63) | upper | low)
             }
             Descriptor::Leaf(_) => value & self.reserved_in_leaf(value, level, upper),
@@ -167,7 +168,6 @@ impl Regime {
         }
         let fnxs = 1 << 11;
         let xn0 = if self.features.xnx { 0 } else { 1 << 53 };
-        let dbm = if self.hardware_dirty { 0 } else { DIRTY_BIT_MODIFIER };
         // Shareability 0b01 is reserved; with DS the field holds address bits.
         let shareability = if !self.ds && (value >> 8) & 0b11 == 0b01 { 1 << 8 } else { 0 };
         let attribute = (value >> 2) & 0xf;
@@ -177,6 +177,6 @@ impl Regime {
             attribute & 0b1100 != 0 && attribute & 0b11 == 0
         };
         let memory = if bad_attribute { 0xf << 2 } else { 0 };
-        upper | low | fnxs | xn0 | dbm | shareability | memory
+        upper | low | fnxs | xn0 | shareability | memory
     }
 }

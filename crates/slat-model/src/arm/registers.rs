@@ -143,7 +143,11 @@ impl Regime {
     /// Where in its table (or in the concatenated root) the entry of `gpa` at `level` is, in bytes.
     pub(crate) fn entry_offset(&self, level: i8, gpa: u64) -> u64 {
         let index = gpa >> self.shift(level);
-        if level == self.start { 8 * index } else { 8 * (index & ((1 << (self.page_shift - 3)) - 1)) }
+        if level == self.start {
+            8 * index
+        } else {
+            8 * (index & ((1 << (self.page_shift - 3)) - 1))
+        }
     }
 
     /// Descriptors of the 64K granule that hold address bits 51 to 48.
@@ -161,8 +165,9 @@ impl Regime {
     }
 }
 
-/// Bits of `VTCR_EL2` that no feature of the model gives a meaning: bit 20, and 34 up (NSA, S2PIE and later ones).
-const RESERVED: u64 = 1 << 20 | !0 << 34;
+/// Bits of `VTCR_EL2` that no feature of the model gives a meaning: bits 20, 23 and 24, and 34 up
+/// (S2PIE and later ones).
+const RESERVED: u64 = 1 << 20 | 0b11 << 23 | !0 << 34;
 
 fn field(register: u64, low: u32, bits: u32) -> u64 {
     (register >> low) & ((1 << bits) - 1)
