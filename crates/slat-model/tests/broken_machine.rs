@@ -109,7 +109,7 @@ fn unmap_table(tree: &Tree<'_, Stage2<K4>, Broken>, who: &mut Participant<'_, Br
 }
 
 fn write_protect(tree: &Tree<'_, Stage2<K4>, Broken>, who: &mut Participant<'_, Broken>, _: Hpa) {
-    tree.write_protect(who, range(0, 2 * BLOCK)).unwrap();
+    tree.write_protect(who, range(0, 2 * BLOCK), |_| {}).unwrap();
 }
 
 fn split(tree: &Tree<'_, Stage2<K4>, Broken>, who: &mut Participant<'_, Broken>, _: Hpa) {

@@ -110,12 +110,12 @@ fn on_each_path<F: Format>(guest: &Guest<'_, F>) {
     cpu.write(Gpa(page), 1).unwrap();
     tree.split(&who, &mut reserve, guest.all(), Level::LAST).unwrap();
     cpu.write(Gpa(2 * page), 2).unwrap();
-    tree.write_protect(&who, range(1, 1)).unwrap();
+    tree.write_protect(&who, range(1, 1), |_| {}).unwrap();
     let fault = cpu.write(Gpa(page), 3).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Permission { level: Level::LAST });
     guest.fault(&mut who, &mut reserve, fault, Level::LAST);
     cpu.write(Gpa(page), 3).unwrap();
-    tree.write_protect_mask(&who, Gpa(0), 0b110).unwrap();
+    tree.write_protect_mask(&who, Gpa(0), 0b110, |_| {}).unwrap();
     assert!(cpu.write(Gpa(2 * page), 4).is_err() && cpu.read(Gpa(2 * page)) == Ok(2));
     tree.unmap(&mut who, &mut reserve, range(2, 1), Edges::Exact, |_| {}).unwrap();
     let fault = cpu.read(Gpa(2 * page)).unwrap_err();
@@ -191,10 +191,10 @@ fn host<F: Format>(guest: &Guest<'_, F>, seed: u64, running: &AtomicUsize) {
         let range = GpaRange::new(Gpa(first * page), count * page).unwrap();
         let tree = &guest.tree;
         let result = match random.below(9) {
-            0 => tree.write_protect(&who, range),
+            0 => tree.write_protect(&who, range, |_| {}),
             1 => {
                 let first = Gpa((first & !63) * page);
-                tree.write_protect_mask(&who, first, random.below(u64::MAX))
+                tree.write_protect_mask(&who, first, random.below(u64::MAX), |_| {})
             }
             2 => tree.unmap(&mut who, &mut reserve, range, Edges::Exact, |_| {}),
             3 => tree.unmap(&mut who, &mut reserve, range, Edges::Whole, |_| {}),

@@ -133,13 +133,12 @@ impl<F: Format> Worker<'_, '_, F> {
                 self.install(page, other, write);
                 self.check(page);
             }
-            4 | 5 if self.world.hardware_dirty => {
-                let (first, pages) = self.pick_range();
-                self.harvest(first, pages);
-            }
             4 => {
                 let page = self.pick();
-                self.world.tree.write_protect(&self.who, Self::range(page, 1)).unwrap();
+                let (range, mut dirty) = (Self::range(page, 1), Vec::new());
+                let sink = |part| dirty.push(part);
+                self.world.tree.write_protect(&self.who, range, sink).unwrap();
+                self.reported(&dirty);
                 self.now_read_only(page, 1);
                 self.check(page);
             }
@@ -231,6 +230,14 @@ impl<F: Format> Worker<'_, '_, F> {
         }
     }
 
+    /// Hardware's marks went with the permission, and were reported.
+    fn reported(&mut self, dirty: &[GpaRange]) {
+        for part in dirty {
+            let pages = part.start().0 >> F::PAGE_SHIFT..part.end().0 >> F::PAGE_SHIFT;
+            self.written[pages.start as usize..pages.end as usize].fill(false);
+        }
+    }
+
     fn now_read_only(&mut self, first: u64, pages: u64) {
         for page in first..first + pages {
             if let Page::Mapped { write, .. } = &mut self.pages[page as usize] {
@@ -289,7 +296,10 @@ impl<F: Format> Worker<'_, '_, F> {
         };
         let random = u64::MAX << self.random.below(64) >> self.random.below(32);
         let mask = mask & random;
-        self.world.tree.write_protect_mask(&self.who, Self::gpa(first), mask).unwrap();
+        let (gpa, mut dirty) = (Self::gpa(first), Vec::new());
+        let sink = |part| dirty.push(part);
+        self.world.tree.write_protect_mask(&self.who, gpa, mask, sink).unwrap();
+        self.reported(&dirty);
         for bit in 0..64 {
             if mask >> bit & 1 == 1 {
                 self.now_read_only(first + bit, 1);

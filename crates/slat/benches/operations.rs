@@ -269,7 +269,7 @@ fn main() {
     };
     let protect = || {
         ns(PAGES, || {
-            b.tree.write_protect(&b.who, b.range).unwrap();
+            b.tree.write_protect(&b.who, b.range, |_| {}).unwrap();
         })
     };
     let times = both(
@@ -294,7 +294,7 @@ fn main() {
             ns(PAGES, || {
                 for section in 0..PAGES / 64 {
                     let first = Gpa(BASE + (section << 18));
-                    b.tree.write_protect_mask(&b.who, first, black_box(u64::MAX)).unwrap();
+                    b.tree.write_protect_mask(&b.who, first, black_box(u64::MAX), |_| {}).unwrap();
                 }
             })
         },

@@ -72,8 +72,11 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
                 }
                 return if C::EXACT { Flow::Again } else { Flow::Next };
             }
-            if !F::is_valid(old) || F::is_table(old, visit.level) {
-                // A table that a racing thread linked here is walked into after this visit.
+            if F::is_table(old, visit.level) {
+                // A racing thread has split the leaf. It can be a leaf again before a walk gets into the table.
+                return Flow::Pause;
+            }
+            if !F::is_valid(old) {
                 return Flow::Next;
             }
             let new = self.change.apply(old);

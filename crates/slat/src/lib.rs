@@ -53,7 +53,7 @@
 //! tree.map(&worker, &mut reserve, ram, Hpa(8 << 30), rwx, largest)?;
 //! let page = GpaRange::new(Gpa(1 << 30), 4096).expect("not empty");
 //! tree.split(&worker, &mut reserve, page, Level::LAST)?;
-//! tree.write_protect(&worker, page)?;
+//! tree.write_protect(&worker, page, |_| {})?;
 //!
 //! let pin = worker.pin();
 //! let Lookup::Mapped { output, template, .. } = tree.look_up(&pin, Gpa(0x4000_0123))? else { panic!() };
@@ -106,11 +106,15 @@ mod sabotage;
 #[cfg(loom)]
 pub mod sabotage;
 mod split;
+#[cfg(not(loom))]
 mod sync;
+#[cfg(loom)]
+pub mod sync;
 mod table;
 mod tree;
 mod unlinked;
 mod unmap;
+pub mod vmid;
 pub mod walk;
 
 pub use address::{Gpa, GpaRange, Hpa};

@@ -2,7 +2,7 @@
 
 use core::ptr::NonNull;
 
-use crate::maintenance::Instruction;
+use crate::maintenance::{Features, Instruction};
 use crate::rcu::Slot;
 use crate::{Entry, Gpa, GpaRange, Hpa};
 
@@ -49,6 +49,12 @@ pub unsafe trait Machine: Sync {
     /// hardware passes `instruction` on to its CPU, a software machine sees each step.
     fn execute(&self, instruction: Instruction);
 
+    /// What the translation hardware can do, the same on every CPU. The default is what all hardware can do.
+    #[inline]
+    fn features(&self) -> Features {
+        Features::default()
+    }
+
     /// Makes the CPU that runs the vCPU of slot `index` leave the guest soon (an interrupt to it). Called after the
     /// request for it is visible. Machines whose invalidations are broadcast by hardware may leave it empty if
     /// nobody calls [`Gate::request`](crate::gate::Gate::request).
@@ -63,8 +69,9 @@ pub unsafe trait Machine: Sync {
         core::hint::spin_loop();
     }
 
-    /// Called before a pin is taken and, with `false`, after it is given up: machines that could be preempted stop
-    /// and resume preemption here, so that a grace period is a bounded spin.
+    /// Called before a pin is taken and, with `false`, after it is given up, and around every sequence that depends on
+    /// the calling CPU: machines that could be preempted stop and resume preemption here, so that a grace period is a
+    /// bounded spin. Calls nest.
     #[inline(always)]
     fn preemption(&self, off: bool) {
         let _ = off;

@@ -63,7 +63,8 @@ impl<F: Format, M: Machine> Mapper<'_, '_, F, M> {
         }
         bump(&self.who.counters.linked, 1);
         self.changed += if filled { count as u64 } else { 0 };
-        if filled { Flow::Skip } else { Flow::Next }
+        // An empty table can leave the tree (trim) before a walk gets into it: look again what stands here.
+        if filled { Flow::Skip } else { Flow::Pause }
     }
 
     /// The level that the leaves below an entry will have.
@@ -90,7 +91,8 @@ impl<F: Format, M: Machine> Mapper<'_, '_, F, M> {
             let counters = &self.who.counters;
             let (entry, to) = ((index, old, level), level.below());
             return match self.tree.split_entry(self.reserve, counters, table, entry, gpa, to) {
-                Ok(_) => Flow::Next,
+                // The pages can be a block again (collapse) before a walk gets to them: look again.
+                Ok(_) => Flow::Pause,
                 Err(Error::Retry) => Flow::Again,
                 Err(error) => Flow::Stop(error),
             };

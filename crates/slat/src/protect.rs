@@ -6,30 +6,24 @@ use crate::change::Change;
 use crate::machine::{Event, Machine, Promise};
 use crate::{Error, Format, Gpa, GpaRange, Participant, Tree};
 
-struct WriteProtect<F>(PhantomData<F>);
-
-impl<F: Format> Change for WriteProtect<F> {
-    const INVALIDATES: bool = true;
-    const EXACT: bool = true;
-
-    #[inline(always)]
-    fn interest(&self) -> u64 {
-        F::WRITE
-    }
-
-    #[inline(always)]
-    fn apply(&self, leaf: u64) -> u64 {
-        leaf & !F::WRITE
-    }
-}
-
-struct WriteProtectMask<F> {
-    first: u64,
-    mask: u64,
+struct WriteProtect<F, S> {
+    pages: Pages,
+    dirty: S,
     format: PhantomData<F>,
 }
 
-impl<F: Format> Change for WriteProtectMask<F> {
+/// Which pages of the walk's range are meant.
+#[derive(Clone, Copy)]
+enum Pages {
+    All,
+    /// Those whose bit is set, of 64 from `first` on. The walk keeps between the first and the last of them.
+    Masked {
+        first: u64,
+        mask: u64,
+    },
+}
+
+impl<F: Format, S: FnMut(GpaRange)> Change for WriteProtect<F, S> {
     const INVALIDATES: bool = true;
     const EXACT: bool = true;
 
@@ -43,45 +37,62 @@ impl<F: Format> Change for WriteProtectMask<F> {
         leaf & !F::WRITE
     }
 
-    /// The walk keeps `start..end` between the first and the last of the 64 pages.
     #[inline(always)]
     fn covers(&self, start: u64, end: u64) -> bool {
-        let skip = (start - self.first) >> F::PAGE_SHIFT;
-        let pages = (end - start) >> F::PAGE_SHIFT;
-        self.mask >> skip & (u64::MAX >> (64 - pages)) != 0
+        match self.pages {
+            Pages::All => true,
+            Pages::Masked { first, mask } => {
+                let skip = (start - first) >> F::PAGE_SHIFT;
+                let pages = (end - start) >> F::PAGE_SHIFT;
+                mask >> skip & (u64::MAX >> (64 - pages)) != 0
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn seen(&mut self, leaf: u64, start: u64, end: u64) {
+        if F::is_dirty(leaf)
+            && let Some(range) = GpaRange::new(Gpa(start), end - start)
+        {
+            (self.dirty)(range);
+        }
     }
 }
 
 impl<F: Format, M: Machine> Tree<'_, F, M> {
     /// Takes the permission to write from every leaf that `range` touches, and from hardware the licence to give it
     /// back (DBM). A block that reaches beyond the range loses it as a whole: split it first if that is too much.
-    /// Returns how many leaves changed.
+    /// Returns how many leaves changed; `dirty` hears of each that hardware had marked dirty, a mark which goes too.
     ///
     /// When it returns, no CPU has a translation in its TLB that lets a write through, also where another thread has
     /// changed the entry (rule 9). Costs a load an unchanged entry, half a 16-byte exchange a changed one, and one
     /// invalidation.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], [`Error::Misaligned`]; nothing was changed then.
-    pub fn write_protect(&self, who: &Participant<'_, M>, range: GpaRange) -> Result<u64, Error> {
+    /// [`Error::OutOfRange`], [`Error::Misaligned`], [`Error::OtherMachine`]; nothing was changed then.
+    pub fn write_protect(
+        &self,
+        who: &Participant<'_, M>,
+        range: GpaRange,
+        dirty: impl FnMut(GpaRange),
+    ) -> Result<u64, Error> {
         self.check(range)?;
-        self.machine.observe(Event::Begin);
-        let result = self.change(who, range, WriteProtect::<F>(PhantomData));
-        self.machine.observe(Event::End(Promise::ReadOnly(range)));
-        result.map(|(_, leaves)| leaves)
+        self.protect(who, range, Pages::All, dirty, Promise::ReadOnly(range))
     }
 
     /// Write-protects those of 64 pages from `first` on whose bit is set in `mask`, bit 0 the first page: one section
-    /// of a dirty bitmap in one walk, with one invalidation. Returns how many leaves changed. The promise is that of
-    /// [`write_protect`](Self::write_protect).
+    /// of a dirty bitmap in one walk, with one invalidation. Returns and promises what
+    /// [`write_protect`](Self::write_protect) does.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], [`Error::Misaligned`] for the pages from the first set bit to the last.
+    /// [`Error::OutOfRange`], [`Error::Misaligned`] for the pages from the first set bit to the last;
+    /// [`Error::OtherMachine`]; nothing was changed then.
     pub fn write_protect_mask(
         &self,
         who: &Participant<'_, M>,
         first: Gpa,
         mask: u64,
+        dirty: impl FnMut(GpaRange),
     ) -> Result<u64, Error> {
         if mask == 0 {
             return Ok(0);
@@ -92,14 +103,27 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         let limit = self.geometry().limit();
         let range = range.ok_or(Error::OutOfRange { limit })?;
         if pages == mask.count_ones() {
-            return self.write_protect(who, range);
+            return self.write_protect(who, range, dirty);
         }
         self.check(range)?;
-        self.machine.observe(Event::Begin);
-        let change = WriteProtectMask::<F> { first: first.0, mask, format: PhantomData };
-        let result = self.change(who, range, change);
         let page_size = self.geometry().page_size();
-        self.machine.observe(Event::End(Promise::ReadOnlyPages { first, mask, page_size }));
+        let promise = Promise::ReadOnlyPages { first, mask, page_size };
+        self.protect(who, range, Pages::Masked { first: first.0, mask }, dirty, promise)
+    }
+
+    #[inline(always)]
+    fn protect(
+        &self,
+        who: &Participant<'_, M>,
+        range: GpaRange,
+        pages: Pages,
+        dirty: impl FnMut(GpaRange),
+        promise: Promise,
+    ) -> Result<u64, Error> {
+        self.machine.observe(Event::Begin);
+        let change = WriteProtect::<F, _> { pages, dirty, format: PhantomData };
+        let result = self.change(who, range, change);
+        self.machine.observe(Event::End(if result.is_ok() { promise } else { Promise::Nothing }));
         result.map(|(_, leaves)| leaves)
     }
 }

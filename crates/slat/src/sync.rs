@@ -5,7 +5,9 @@ use crate::sabotage::{Skip, skips};
 #[cfg(not(loom))]
 pub(crate) use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+mod scheduled;
+#[cfg(loom)]
+pub use scheduled::*;
 
 /// Stores `value` and orders the store before every later load, as rules 1 and 11 demand.
 ///

@@ -134,7 +134,8 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
             let whole = covered || valid && self.edges == Edges::Whole;
             if !whole {
                 return match self.open_up(visit, old) {
-                    Ok(()) => Flow::Next,
+                    // The table can be a leaf again (collapse, trim) before a walk gets into it: look again.
+                    Ok(()) => Flow::Pause,
                     Err(Error::Retry) => Flow::Again,
                     Err(error) => {
                         self.at = visit.start;

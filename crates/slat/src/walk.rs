@@ -311,6 +311,10 @@ impl<F: Format, M: Machine, V: Visitor<M>> Walk<'_, '_, F, M, V> {
                     return End::Flow(flow);
                 }
                 entry = table.load(index);
+                if is_table && !F::is_table(entry, D::LEVEL) {
+                    // Another thread has taken the table out: what stands here now was not shown yet (rule 4).
+                    continue;
+                }
                 is_table = F::is_table(entry, D::LEVEL);
             }
             if is_table && below {

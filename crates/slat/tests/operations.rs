@@ -189,7 +189,7 @@ fn a_hundred_rounds_of_splitting_and_collapsing_leak_no_table() {
     s.map(0, M2, 2);
     let tables = heap.in_use() - s.reserve.len();
     for _ in 0..100 {
-        s.tree.write_protect(&s.who, range(0, M2)).unwrap();
+        s.tree.write_protect(&s.who, range(0, M2), |_| {}).unwrap();
         assert_eq!(s.install(5 * K, 3, Attributes::RW), Ok(Installed::Relaxed));
         assert!(s.writable(5 * K) && !s.writable(4 * K));
         assert!(matches!(s.install(0, 2, Attributes::RW), Ok(Installed::Collapsed { .. })));
@@ -239,9 +239,9 @@ fn write_protect_over_holes_protects_every_page() {
     let mut s = setup(&heap);
     s.map(K, K, 3);
     s.map(3 * K, K, 3);
-    assert_eq!(s.tree.write_protect(&s.who, range(0, 4 * K)), Ok(2));
+    assert_eq!(s.tree.write_protect(&s.who, range(0, 4 * K), |_| {}), Ok(2));
     assert!(!s.writable(K) && !s.writable(3 * K));
-    assert_eq!(s.tree.write_protect(&s.who, range(0, 4 * K)), Ok(0));
+    assert_eq!(s.tree.write_protect(&s.who, range(0, 4 * K), |_| {}), Ok(0));
 }
 
 #[test]
@@ -251,17 +251,17 @@ fn a_section_of_64_pages_protects_exactly_the_masked_ones() {
     s.map(0, M2, 3);
     let mask = 0x8000_0000_0000_0001 | 0b1011 << 20;
     let before = heap.invalidations.load(Ordering::Relaxed);
-    assert_eq!(s.tree.write_protect_mask(&s.who, Gpa(64 * K), mask), Ok(5));
+    assert_eq!(s.tree.write_protect_mask(&s.who, Gpa(64 * K), mask, |_| {}), Ok(5));
     assert_eq!(heap.invalidations.load(Ordering::Relaxed), before + 1, "one for the section");
     for page in 0..512u64 {
         let masked = (64..128).contains(&page) && mask >> (page - 64) & 1 == 1;
         assert_eq!(s.writable(page * K), !masked, "page {page}");
     }
-    assert_eq!(s.tree.write_protect_mask(&s.who, Gpa(0), 0), Ok(0));
+    assert_eq!(s.tree.write_protect_mask(&s.who, Gpa(0), 0, |_| {}), Ok(0));
     let limit = Gpa(1 << 40);
-    let beyond = s.tree.write_protect_mask(&s.who, Gpa((1 << 40) - 64 * K), 1 << 63);
+    let beyond = s.tree.write_protect_mask(&s.who, Gpa((1 << 40) - 64 * K), 1 << 63, |_| {});
     assert_eq!(beyond, Ok(0));
-    let beyond = s.tree.write_protect_mask(&s.who, Gpa((1 << 40) - K), 2);
+    let beyond = s.tree.write_protect_mask(&s.who, Gpa((1 << 40) - K), 2, |_| {});
     assert_eq!(beyond, Err(Error::OutOfRange { limit }));
 }
 
@@ -445,7 +445,7 @@ fn collapse_gives_a_block_what_all_pages_had_and_any_page_remembers() {
     let heap = Heap::new(4096, 1);
     let mut s = setup(&heap);
     s.map_as(0, 2 * M2, 3, Attributes { accessed: false, ..Attributes::RW });
-    s.tree.write_protect(&s.who, range(9 * K, K)).unwrap();
+    s.tree.write_protect(&s.who, range(9 * K, K), |_| {}).unwrap();
     s.tree.mark_young(&s.who.pin(), Gpa(30 * K)).unwrap();
     assert_eq!(s.tree.collapse(&mut s.who, range(0, 2 * M2)), Ok(2));
     assert_eq!(s.leaf(0), Some((2, G1, Attributes::RO)));
@@ -550,7 +550,7 @@ fn dirty_state_is_harvested_once_and_write_protect_takes_the_licence_too() {
     assert_eq!(s.tree.harvest_dirty(&s.who, range(0, 10 * K), &mut sink), Ok(0));
     assert_eq!(seen, [(3 * K, K), (4 * K, K)]);
     assert_eq!(s.leaf(3 * K).unwrap().2, clean);
-    s.tree.write_protect(&s.who, range(0, 10 * K)).unwrap();
+    s.tree.write_protect(&s.who, range(0, 10 * K), |_| {}).unwrap();
     assert_eq!(s.leaf(3 * K).unwrap().2, Attributes::RO);
 }
 
@@ -644,7 +644,7 @@ fn participants_and_reserves_of_another_machine_are_refused() {
     assert_eq!(s.tree.install(&pin, &mut strange.reserve, &leaf), Err(refused));
     drop(pin);
     let all = range(0, M2);
-    assert_eq!(s.tree.write_protect(&strange.who, all), Err(refused));
+    assert_eq!(s.tree.write_protect(&strange.who, all, |_| {}), Err(refused));
     assert_eq!(s.tree.split(&s.who, &mut strange.reserve, all, Level::LAST), Err(refused));
     let unmap = |who, reserve| s.tree.unmap(who, reserve, all, Edges::Exact, |_| {});
     assert_eq!(unmap(&mut s.who, &mut strange.reserve), Err(refused));

@@ -138,7 +138,7 @@ impl<G: Granule> Run<'_, G> {
             6 => self.unmap_whole(pages),
             7 => {
                 let leaves = self.leaves(&pages);
-                self.tree.write_protect(&self.who, range).unwrap();
+                self.tree.write_protect(&self.who, range, |_| {}).unwrap();
                 self.reference.each(leaves, |_, attributes| attributes.write = false);
             }
             8 => self.protect_mask(pages.start),
@@ -265,7 +265,7 @@ impl<G: Granule> Run<'_, G> {
                 protected.push(self.extent(first + bit));
             }
         }
-        self.tree.write_protect_mask(&self.who, self.gpa(first), mask).unwrap();
+        self.tree.write_protect_mask(&self.who, self.gpa(first), mask, |_| {}).unwrap();
         for leaf in protected {
             self.reference.each(leaf, |_, attributes| attributes.write = false);
         }
@@ -293,7 +293,7 @@ impl<G: Granule> Run<'_, G> {
         let some = pages.start + self.random.below(table);
         let some = some..(some + self.random.below(9)).min(pages.end).max(some + 1);
         let range = self.range(&some);
-        self.tree.write_protect(&self.who, range).unwrap();
+        self.tree.write_protect(&self.who, range, |_| {}).unwrap();
         self.reference.each(some, |_, attributes| attributes.write = false);
         Some(pages)
     }
