@@ -208,6 +208,14 @@ unsafe impl Machine for Model {
         self.step(instruction);
     }
 
+    fn features(&self) -> slat::maintenance::Features {
+        slat::maintenance::Features {
+            tlb_range: self.features.tlb_range,
+            ttl: self.features.ttl,
+            bbm_level: if self.features.block_change { 2 } else { 0 },
+        }
+    }
+
     /// Spins, and now and then gives the time slice to another thread: there may be fewer processors than threads.
     fn relax(&self) {
         self.stop_if_broken();

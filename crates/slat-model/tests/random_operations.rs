@@ -17,7 +17,7 @@ use slat::{
     Attributes, Dirty, Edges, Error, Format, Gpa, GpaRange, Hpa, Leaf, Level, Lookup, Owner,
     Participant, Reserve, Template, Tree,
 };
-use slat_model::{Backing, Cpu, FaultKind, HostMemory, Model, Registers};
+use slat_model::{Backing, Cpu, FaultKind, Features, HostMemory, Model, Registers};
 
 const THREADS: u64 = 4;
 /// Tables of which each thread owns every fourth page.
@@ -464,12 +464,23 @@ impl<F: Format> Worker<'_, '_, F> {
 }
 
 fn run<F: Format>(format: F, vtcr: u64, hardware_dirty: bool, operations: u64) {
+    run_on(Features::default(), format, vtcr, hardware_dirty, operations);
+}
+
+fn run_on<F: Format>(
+    features: Features,
+    format: F,
+    vtcr: u64,
+    hardware_dirty: bool,
+    operations: u64,
+) {
     let pages = (SHARED + THREADS * OWN) << F::INDEX_BITS;
     let model = Model::builder()
         .page_shift(F::PAGE_SHIFT)
         .cpus(THREADS as usize)
         .slots(THREADS as usize)
         .checked(true)
+        .features(features)
         .build()
         .unwrap();
     let block = 1 << (F::PAGE_SHIFT + F::INDEX_BITS);
@@ -543,6 +554,15 @@ fn random_operations_from_four_threads_break_no_rule() {
 fn random_operations_where_hardware_marks_dirty_pages_lose_no_write() {
     let format = Stage2::<K4>::new(40).unwrap().with_hardware_dirty(true);
     run(format, format.vtcr(), true, operations() / 4);
+}
+
+#[test]
+fn random_operations_without_hints_or_with_blocks_that_change_size_break_no_rule() {
+    let format = Stage2::<K4>::new(40).unwrap();
+    let plain = Features { tlb_range: false, ttl: false, ..Features::default() };
+    run_on(plain, format, format.vtcr(), false, operations() / 8);
+    let tolerant = Features { block_change: true, ..Features::default() };
+    run_on(tolerant, format, format.vtcr(), false, operations() / 4);
 }
 
 #[test]

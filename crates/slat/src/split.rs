@@ -4,6 +4,7 @@ use crate::entry::{EMPTY, LOCKED};
 use crate::machine::Machine;
 use crate::maintenance::Invalidation;
 use crate::rcu::{Counters, bump};
+use crate::sync::Ordering;
 use crate::table::Table;
 use crate::walk::{Flow, Visit, Visitor, Wants};
 use crate::{Error, Format, Gpa, GpaRange, Level, Participant, Pin, Reserve, Tree, Unlinked};
@@ -97,6 +98,9 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let Some(new) = self.shatter(reserve, entry, level, to) else {
             return Err(Error::NeedTables { at, missing: self.geometry().tables_below(level, to) });
         };
+        if self.machine.features().bbm_level >= 2 {
+            return self.resize(reserve, counters, table, (index, entry, level), at, new);
+        }
         // Rule 3: the block and the table translate the same range in different sizes.
         if table.exchange(index, entry, LOCKED).is_err() {
             self.take_apart(reserve, new.table, new.level);
@@ -104,10 +108,39 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         }
         self.invalidate(counters, self.leaf_at(at, level));
         table.settle(index, self.format.table(new.table));
+        self.note_split(counters, level, new.to);
+        Ok(new.to)
+    }
+
+    /// The split of [`split_entry`](Self::split_entry) on a CPU that tolerates a change of size (FEAT_BBM level 2): one
+    /// exchange, so that no vCPU meets LOCKED, and an invalidation after it.
+    fn resize(
+        &self,
+        reserve: &mut Reserve<'_, M>,
+        counters: &Counters,
+        table: Table<'_, M>,
+        (index, entry, level): (usize, u64, Level),
+        at: Gpa,
+        new: Unlinked<'m, F, M>,
+    ) -> Result<Level, Error> {
+        // The exchange releases this: whoever finds the table, and invalidates entries in it, drops its level hint.
+        self.resizing.fetch_add(1, Ordering::Relaxed);
+        let linked = table.exchange(index, entry, self.format.table(new.table)).is_ok();
+        if linked {
+            self.invalidate_level(counters, self.leaf_at(at, level));
+            self.note_split(counters, level, new.to);
+        } else {
+            self.take_apart(reserve, new.table, new.level);
+        }
+        // Release: the blocks are gone from every TLB before hints are used again.
+        self.resizing.fetch_sub(1, Ordering::Release);
+        if linked { Ok(new.to) } else { Err(Error::Retry) }
+    }
+
+    fn note_split(&self, counters: &Counters, level: Level, to: Level) {
         bump(&counters.splits, 1);
         bump(&counters.exchanged, 1);
-        bump(&counters.linked, self.geometry().tables_below(level, new.to) as u64);
-        Ok(new.to)
+        bump(&counters.linked, self.geometry().tables_below(level, to) as u64);
     }
 
     /// What a leaf at `level` that covers `at` can have put into a TLB.

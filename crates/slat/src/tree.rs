@@ -24,6 +24,9 @@ pub struct Tree<'m, F: Format, M: Machine> {
     identifier: AtomicU64,
     /// Rule 9: how many operations have exchanged entries and not yet invalidated.
     pub(crate) open: AtomicUsize,
+    /// How many blocks are being split without break-before-make: the blocks may still be cached, so that no
+    /// invalidation may spare their level.
+    pub(crate) resizing: AtomicUsize,
     pub(crate) backlog: Backlog,
     pub(crate) pairs: bool,
 }
@@ -50,6 +53,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
             root,
             identifier: AtomicU64::new(identifier.into()),
             open: AtomicUsize::new(0),
+            resizing: AtomicUsize::new(0),
             backlog: Backlog::new(page, F::INDEX_BITS),
             pairs: crate::table::has_pair_exchange(),
         };
@@ -199,7 +203,17 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     }
 
     /// One invalidation on every CPU, complete on return.
-    pub(crate) fn invalidate(&self, counters: &Counters, what: Invalidation) {
+    pub(crate) fn invalidate(&self, counters: &Counters, mut what: Invalidation) {
+        // Acquire, after the exchanges: a block whose table these entries are in is either gone from every TLB, or seen
+        // here to be cached still, at a level that a hint would spare.
+        if self.resizing.load(Ordering::Acquire) != 0 {
+            what.level = None;
+        }
+        self.invalidate_level(counters, what);
+    }
+
+    /// The same, with the level hint as it is.
+    pub(crate) fn invalidate_level(&self, counters: &Counters, what: Invalidation) {
         bump(&counters.invalidations, 1);
         if skips(Skip::Invalidation) {
             return;

@@ -22,12 +22,24 @@ pub struct Features {
     pub address_bits: u32,
     /// FEAT_BBM level 2: the size of a translation may change without break-before-make.
     pub block_change: bool,
+    /// FEAT_TLBIRANGE: invalidation by range.
+    pub tlb_range: bool,
+    /// FEAT_TTL: level hints in invalidations, which spare all other levels.
+    pub ttl: bool,
 }
 
 impl Default for Features {
-    /// XNX and 52-bit addresses, as a recent server has them; no FWB, no relaxed break-before-make.
+    /// XNX, 52-bit addresses, invalidation by range and with level hints, as a recent server has them; no FWB, no relaxed
+    /// break-before-make.
     fn default() -> Self {
-        Self { fwb: false, xnx: true, address_bits: 52, block_change: false }
+        Self {
+            fwb: false,
+            xnx: true,
+            address_bits: 52,
+            block_change: false,
+            tlb_range: true,
+            ttl: true,
+        }
     }
 }
 
