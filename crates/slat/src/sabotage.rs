@@ -15,6 +15,8 @@ pub enum Skip {
     Compare,
     /// Rule 3: every invalidation on all CPUs.
     Invalidation,
+    /// Rule 3: no level hint while a block that was split without break-before-make may still be cached.
+    Resizing,
     /// Rule 4: whoever meets LOCKED walks again from the root; instead it waits in place.
     Rewalk,
     /// Rule 5: what waits to be freed is recorded outside the tables; instead a link is stored in the table as well.

@@ -206,7 +206,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     pub(crate) fn invalidate(&self, counters: &Counters, mut what: Invalidation) {
         // Acquire, after the exchanges: a block whose table these entries are in is either gone from every TLB, or seen
         // here to be cached still, at a level that a hint would spare.
-        if self.resizing.load(Ordering::Acquire) != 0 {
+        if self.resizing.load(Ordering::Acquire) != 0 && !skips(Skip::Resizing) {
             what.level = None;
         }
         self.invalidate_level(counters, what);

@@ -201,7 +201,7 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Visitor<M> for Sweep<'_, '_, F, 
             return Flow::Next;
         }
         match self.lock(visit, visit.entry) {
-            Ok(None) => Flow::Next,
+            Ok(None) => Flow::Skip,
             Ok(Some(_)) => Flow::Pause,
             Err(flow) => flow,
         }

@@ -8,7 +8,7 @@
 //!    [`Visitor::before`] is called; if it is anything else (a page, a block, an invalid entry) and the visitor wants
 //!    leaves here, [`Visitor::leaf`] is called, or [`Visitor::run`] for a stretch of the last level.
 //! 2. After a call the entry is read again. If it is a table now, even one that the call just linked, and the visitor
-//!    wants anything below, the walk descends.
+//!    wants anything below, the walk descends. If it was a table and is none any more, the visit begins again.
 //! 3. If it is a table and the visitor wants tables after their entries, [`Visitor::after`] is called, also when the
 //!    levels below were not entered.
 //!

@@ -1,0 +1,351 @@
+//! The vCPU threads of a run: started once, told what to do next, waited for.
+//!
+//! A phase begins when the first vCPU is told and ends when the last has done it, as the kernel's tests measure it;
+//! each vCPU takes the time itself, so that waking up the thread that waits costs nothing.
+
+use std::fmt::Display;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread::{self, Scope, ScopedJoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::failure::Failure;
+use crate::guest::{GuestMemory, Pass, Program, Pulse};
+use crate::report::Counters;
+
+/// How often whoever waits looks up.
+const LOOK_UP: Duration = Duration::from_millis(100);
+
+/// A vCPU with its memory.
+pub(crate) trait Vcpu: GuestMemory<Error: Display> + Send {
+    /// What it has done since it was made.
+    fn counters(&self) -> Counters;
+}
+
+/// What the threads share.
+#[derive(Debug)]
+pub(crate) struct Board {
+    pulses: Vec<Pulse>,
+    stop: AtomicBool,
+}
+
+impl Board {
+    pub(crate) fn new(vcpus: usize) -> Self {
+        let pulses = (0..vcpus).map(|_| Pulse::default()).collect();
+        Self { pulses, stop: AtomicBool::new(false) }
+    }
+}
+
+/// What a vCPU is told.
+#[derive(Clone, Copy, Debug)]
+enum Task {
+    Pass(Pass),
+    RunUntilStopped(Pass),
+}
+
+/// What a vCPU says when it is through.
+#[derive(Debug)]
+struct Done {
+    index: usize,
+    at: Instant,
+    result: Result<Counters, String>,
+}
+
+/// A vCPU could not go on.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("vCPU {index}: {why}")]
+pub(crate) struct Stopped {
+    index: usize,
+    why: String,
+}
+
+impl From<Stopped> for Failure {
+    fn from(stopped: Stopped) -> Self {
+        Self::Run(stopped.to_string())
+    }
+}
+
+/// All vCPU threads. Dropping it ends them.
+#[derive(Debug)]
+pub(crate) struct Crew<'scope> {
+    board: &'scope Board,
+    tasks: Vec<Sender<Task>>,
+    done: Receiver<Done>,
+    threads: Vec<ScopedJoinHandle<'scope, Program>>,
+    counters: Vec<Counters>,
+}
+
+impl<'scope> Crew<'scope> {
+    /// Starts one thread for each vCPU. They wait until they are told something.
+    ///
+    /// # Errors
+    /// The operating system has no more threads.
+    pub(crate) fn start<'env, V: Vcpu + 'scope>(
+        scope: &'scope Scope<'scope, 'env>,
+        board: &'scope Board,
+        vcpus: Vec<(V, Program)>,
+    ) -> io::Result<Self> {
+        let (report, done) = mpsc::channel();
+        let mut crew = Self { board, tasks: vec![], done, threads: vec![], counters: vec![] };
+        for (index, (vcpu, program)) in vcpus.into_iter().enumerate() {
+            let (task, tasks) = mpsc::channel();
+            let messenger = Messenger { index, report: report.clone() };
+            let thread = thread::Builder::new().name(format!("vcpu-{index}"));
+            let body = move || work(vcpu, program, board, &tasks, &messenger);
+            crew.threads.push(thread.spawn_scoped(scope, body)?);
+            crew.tasks.push(task);
+            crew.counters.push(Counters::default());
+        }
+        Ok(crew)
+    }
+
+    /// Every vCPU makes one pass over its part.
+    pub(crate) fn begin_pass(&self, pass: Pass) -> Instant {
+        self.tell(Task::Pass(pass))
+    }
+
+    /// Every vCPU touches its part again and again, until [`stop`](Self::stop).
+    pub(crate) fn begin_running(&self, pass: Pass) -> Instant {
+        self.board.stop.store(false, Ordering::Relaxed);
+        self.tell(Task::RunUntilStopped(pass))
+    }
+
+    fn tell(&self, task: Task) -> Instant {
+        let now = Instant::now();
+        for vcpu in &self.tasks {
+            // A thread that ended has said why, or will be found missing by `wait`.
+            let _ = vcpu.send(task);
+        }
+        now
+    }
+
+    /// Tells vCPUs that run until they are stopped to stop. They may make one more access.
+    pub(crate) fn stop(&self) {
+        self.board.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits until every vCPU has done what it was told; the moment when the last had. Meanwhile `look` is called now
+    /// and then with the accesses that were completed since the threads were started.
+    ///
+    /// # Errors
+    /// The first vCPU that could not go on.
+    pub(crate) fn wait(&mut self, mut look: impl FnMut(u64)) -> Result<Instant, Stopped> {
+        let mut last = None;
+        let mut running = self.tasks.len();
+        while running > 0 {
+            match self.done.recv_timeout(LOOK_UP) {
+                Ok(Done { index, at, result }) => {
+                    self.counters[index] = result.map_err(|why| Stopped { index, why })?;
+                    last = last.max(Some(at));
+                    running -= 1;
+                }
+                Err(RecvTimeoutError::Timeout) => look(self.completed().sum()),
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        Ok(last.unwrap_or_else(Instant::now))
+    }
+
+    /// Waits until every vCPU has completed an access that was under way when this was called, or begun later.
+    ///
+    /// # Errors
+    /// A vCPU that could not go on.
+    pub(crate) fn wait_for_access(&mut self) -> Result<(), Stopped> {
+        let before: Vec<_> = self.completed().collect();
+        loop {
+            if self.completed().zip(&before).all(|(now, before)| now != *before) {
+                return Ok(());
+            }
+            if let Ok(Done { index, result: Err(why), .. }) = self.done.try_recv() {
+                return Err(Stopped { index, why });
+            }
+            thread::yield_now();
+        }
+    }
+
+    /// Accesses that each vCPU has completed.
+    fn completed(&self) -> impl Iterator<Item = u64> {
+        self.board.pulses.iter().map(Pulse::completed)
+    }
+
+    /// What all vCPUs have done up to the last [`wait`](Self::wait).
+    pub(crate) fn counters(&self) -> Counters {
+        self.counters.iter().copied().sum()
+    }
+
+    /// Ends the threads and gives their programs back, in order.
+    ///
+    /// # Errors
+    /// A thread that panicked.
+    pub(crate) fn dismiss(mut self) -> Result<Vec<Program>, Stopped> {
+        let panicked = |index| Stopped { index, why: PANICKED.to_owned() };
+        let programs = self.join().into_iter().enumerate();
+        programs.map(|(index, program)| program.ok_or_else(|| panicked(index))).collect()
+    }
+
+    /// Ends the threads. Every one is joined, since the scope would panic for one that did and was not.
+    fn join(&mut self) -> Vec<Option<Program>> {
+        self.stop();
+        self.tasks.clear();
+        let threads = std::mem::take(&mut self.threads);
+        threads.into_iter().map(|thread| thread.join().ok()).collect()
+    }
+}
+
+impl Drop for Crew<'_> {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+const PANICKED: &str = "its thread panicked";
+
+/// Speaks for one thread, also when it panics.
+#[derive(Debug)]
+struct Messenger {
+    index: usize,
+    report: Sender<Done>,
+}
+
+impl Messenger {
+    fn send(&self, result: Result<Counters, String>) {
+        // Whoever waited may have given up.
+        let _ = self.report.send(Done { index: self.index, at: Instant::now(), result });
+    }
+}
+
+impl Drop for Messenger {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.send(Err(PANICKED.to_owned()));
+        }
+    }
+}
+
+/// The life of one thread.
+fn work<V: Vcpu>(
+    mut vcpu: V,
+    mut program: Program,
+    board: &Board,
+    tasks: &Receiver<Task>,
+    messenger: &Messenger,
+) -> Program {
+    let pulse = &board.pulses[messenger.index];
+    while let Ok(task) = tasks.recv() {
+        let result = match task {
+            Task::Pass(pass) => program.pass(&mut vcpu, pass, pulse),
+            Task::RunUntilStopped(pass) => program.run_until(&mut vcpu, pass, &board.stop, pulse),
+        };
+        let failed = result.is_err();
+        messenger.send(result.map(|()| vcpu.counters()).map_err(|error| error.to_string()));
+        if failed {
+            break;
+        }
+    }
+    program
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Dice;
+
+    /// A vCPU whose `fails_at`-th access, counted from 1, fails or panics.
+    struct Fake {
+        accesses: u64,
+        fails_at: u64,
+        panics: bool,
+    }
+
+    impl GuestMemory for Fake {
+        type Error = &'static str;
+
+        fn load(&mut self, _gpa: u64) -> Result<u64, Self::Error> {
+            self.accesses += 1;
+            assert!(!(self.panics && self.accesses == self.fails_at), "as the test wants it");
+            if self.accesses == self.fails_at { Err("no more") } else { Ok(0) }
+        }
+
+        fn store(&mut self, gpa: u64, _value: u64) -> Result<(), Self::Error> {
+            self.load(gpa).map(|_| ())
+        }
+    }
+
+    impl Vcpu for Fake {
+        fn counters(&self) -> Counters {
+            Counters { faults: self.accesses, ..Counters::default() }
+        }
+    }
+
+    const PASS: Pass = Pass { write_percent: 50, random: true };
+
+    fn with_crew<R>(fails_at: [u64; 2], panics: bool, f: impl FnOnce(Crew<'_>) -> R) -> R {
+        let board = Board::new(2);
+        thread::scope(|scope| {
+            let vcpu = |(index, fails_at)| {
+                let program = Program::new(0, 4096, 0..100, Dice::new(1, index));
+                (Fake { accesses: 0, fails_at, panics }, program)
+            };
+            let vcpus = (0..).zip(fails_at).map(vcpu).collect();
+            f(Crew::start(scope, &board, vcpus).unwrap())
+        })
+    }
+
+    #[test]
+    fn a_pass_is_over_when_every_vcpu_has_made_it() {
+        with_crew([0; 2], false, |mut crew| {
+            for pass in 1..=3 {
+                let start = crew.begin_pass(PASS);
+                assert!(crew.wait(|_| {}).unwrap() >= start);
+                assert_eq!(crew.counters().faults, pass * 200);
+            }
+            assert_eq!(crew.dismiss().unwrap().len(), 2);
+        });
+    }
+
+    #[test]
+    fn vcpus_run_until_they_are_stopped() {
+        with_crew([0; 2], false, |mut crew| {
+            crew.begin_running(PASS);
+            for _ in 0..10 {
+                crew.wait_for_access().unwrap();
+            }
+            crew.stop();
+            crew.wait(|_| {}).unwrap();
+            assert!(crew.counters().faults >= 20);
+            crew.begin_pass(PASS);
+            crew.wait(|_| {}).unwrap();
+        });
+    }
+
+    #[test]
+    fn a_vcpu_that_cannot_go_on_ends_the_wait_with_its_reason() {
+        with_crew([0, 50], false, |mut crew| {
+            crew.begin_pass(PASS);
+            assert_eq!(crew.wait(|_| {}).unwrap_err().to_string(), "vCPU 1: no more");
+        });
+        with_crew([0, 1000], false, |mut crew| {
+            crew.begin_running(PASS);
+            let stopped = loop {
+                if let Err(stopped) = crew.wait_for_access() {
+                    break stopped;
+                }
+            };
+            assert_eq!(stopped.to_string(), "vCPU 1: no more");
+        });
+    }
+
+    #[test]
+    fn a_thread_that_panics_ends_the_wait_too() {
+        with_crew([50, 0], true, |mut crew| {
+            crew.begin_pass(PASS);
+            let stopped = crew.wait(|_| {}).unwrap_err();
+            assert_eq!(stopped.to_string(), "vCPU 0: its thread panicked");
+            assert_eq!(crew.dismiss().unwrap_err(), stopped);
+        });
+        with_crew([50, 50], true, |crew| {
+            crew.begin_pass(PASS);
+        });
+    }
+}

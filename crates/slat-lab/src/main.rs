@@ -1,0 +1,51 @@
+//! The `slat` command: which workload is asked for, and with which status it ends.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+
+mod backing;
+mod crew;
+mod failure;
+mod granule;
+mod guest;
+mod guest_mode;
+mod layout;
+mod model;
+mod options;
+mod output;
+mod progress;
+mod random;
+mod report;
+mod size;
+mod stage;
+mod table;
+mod workload;
+
+use failure::Failure;
+use workload::Workload;
+
+/// Runs the workloads of KVM's own tests on slat, and measures.
+#[derive(Debug, Parser)]
+#[command(name = "slat", version, arg_required_else_help = true)]
+struct Command {
+    #[command(subcommand)]
+    workload: Workload,
+}
+
+fn main() -> ExitCode {
+    match Command::parse().workload.run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) if failure.is_closed_pipe() => ExitCode::FAILURE,
+        Err(failure) => {
+            complain(&failure);
+            failure.status()
+        }
+    }
+}
+
+/// Says on standard error what went wrong; if nobody listens, the status still tells.
+fn complain(failure: &Failure) {
+    let _ = writeln!(io::stderr(), "error: {failure}");
+}

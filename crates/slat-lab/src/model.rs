@@ -1,0 +1,244 @@
+//! What a workload runs on: the model machine, its host memory, a VM with memslots, and vCPUs whose loads and stores
+//! go through TLB and tables to that memory.
+
+use std::sync::Arc;
+
+use slat::format::arm::{Granule, Stage2};
+use slat::{Gpa, Hpa};
+use slat_model::{Cpu, Features, HostMemory, HostMemoryError, Model, OnViolation, Registers};
+use slat_vm::{
+    Access, Exit, FaultError, Host, HostError, HostPage, Hva, SlotConfig, Vcpu, Vm, VmOptions,
+    Worker,
+};
+
+use crate::backing::Backing;
+use crate::crew;
+use crate::failure::Failure;
+use crate::granule;
+use crate::guest::GuestMemory;
+use crate::layout::Layout;
+use crate::options::MachineOptions;
+use crate::report::{Counters, Invalidations};
+
+const MAX_TABLES: u32 = 1 << 24;
+/// Participants besides vCPUs.
+const WORKERS: usize = 2;
+/// The VMID of the only guest.
+const VMID: u16 = 1;
+
+/// A VM on the model.
+pub(crate) type ModelVm<'m, G> = Vm<'m, Stage2<G>, Model, HostPages>;
+
+/// The machine for a layout, and its host memory.
+///
+/// # Errors
+/// [`Failure::Usage`] if there is not so much memory, or not of this backing.
+pub(crate) fn machine(
+    layout: &Layout,
+    backing: Backing,
+    options: &MachineOptions,
+    vcpus: u32,
+    checked: bool,
+) -> Result<(Model, Arc<HostMemory>), Failure> {
+    let features = Features { fwb: options.fwb, ..Features::default() };
+    let model = Model::builder()
+        .page_shift(layout.page.ilog2())
+        .cpus(vcpus as usize)
+        .slots(vcpus as usize + WORKERS)
+        .table_limit(table_limit(layout, vcpus))
+        .features(features)
+        .checked(checked)
+        .on_violation(OnViolation::Record)
+        .build()
+        .map_err(|error| Failure::Run(error.to_string()))?;
+    let memory = model.host_memory(layout.host_size, backing.of_model(layout.granule));
+    let memory = memory.map_err(|error| match error {
+        HostMemoryError::System(_) => Failure::Run(error.to_string()),
+        HostMemoryError::NotEnough { wanted, available } => Failure::Usage(format!(
+            "{} MiB of guest memory are more than this computer has: {} MiB are available; \
+             -v and -b choose how much",
+            wanted >> 20,
+            available >> 20
+        )),
+        _ => Failure::Usage(error.to_string()),
+    })?;
+    Ok((model, memory))
+}
+
+/// Enough tables to map everything by pages twice over, as while tables wait to be freed, and for every reserve; but
+/// no more than memory of any real size needs.
+fn table_limit(layout: &Layout, vcpus: u32) -> u32 {
+    let covered = layout.page * (layout.page / 8);
+    let tables = layout.size.div_ceil(covered).saturating_mul(3);
+    let tables = tables.saturating_add(8192 + 64 * u64::from(vcpus));
+    u32::try_from(tables).unwrap_or(MAX_TABLES).min(MAX_TABLES)
+}
+
+/// The VM, without memslots.
+///
+/// # Errors
+/// [`Failure::Usage`] if tables of this shape cannot be had.
+pub(crate) fn vm<'m, G: Granule>(
+    model: &'m Model,
+    memory: &Arc<HostMemory>,
+    layout: &Layout,
+    options: &MachineOptions,
+) -> Result<ModelVm<'m, G>, Failure> {
+    let usage = |error: &dyn std::error::Error| Failure::Usage(error.to_string());
+    let format = granule::format::<G>(layout.ipa_bits).map_err(|error| usage(&error))?;
+    let format = format.with_xnx(true).with_fwb(options.fwb);
+    let host = HostPages { memory: Arc::clone(memory) };
+    let eager_split = options.eager_split.chunk().map(|chunk| chunk.0);
+    let options = VmOptions { eager_split, coherent_data: options.fwb, ..VmOptions::default() };
+    Vm::new(model, host, format, VMID, options).map_err(|error| usage(&error))
+}
+
+/// Gives the guest its memory, slot by slot; slot `n` has number `n`.
+///
+/// # Errors
+/// [`Failure::Usage`] if a slot cannot be of this size.
+pub(crate) fn create_slots<'m, G: Granule>(
+    vm: &ModelVm<'m, G>,
+    worker: &mut Worker<'m, Model>,
+    layout: &Layout,
+) -> Result<(), Failure> {
+    let size = layout.slot_size();
+    for id in 0..layout.slots {
+        let offset = u64::from(id) * size;
+        let config = SlotConfig::new(Gpa(layout.gpa + offset), size, Hva(offset));
+        vm.create_slot(worker, id, config).map_err(|error| Failure::Usage(error.to_string()))?;
+    }
+    Ok(())
+}
+
+/// Host memory as the fault path asks for it. A host address is an offset into it.
+#[derive(Debug)]
+pub(crate) struct HostPages {
+    memory: Arc<HostMemory>,
+}
+
+impl Host for HostPages {
+    fn page(&self, hva: Hva, _access: Access) -> Result<HostPage, HostError> {
+        let page = self.memory.page(hva.0).ok_or(HostError::NotMapped)?;
+        let output = Hpa(page.hpa.0 & !(page.size - 1));
+        Ok(HostPage { output, size: page.size, writable: true, device: false })
+    }
+}
+
+/// A vCPU: a CPU of the model, and what the hypervisor keeps for it.
+#[derive(Debug)]
+pub(crate) struct ModelVcpu<'a, 'm, G: Granule> {
+    vm: &'a ModelVm<'m, G>,
+    cpu: Cpu<'m>,
+    vcpu: Vcpu<'m, Model>,
+}
+
+/// Why a guest's access could not be completed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Broken {
+    #[error(transparent)]
+    Fault(#[from] FaultError),
+    #[error("a fault of the guest that no hypervisor mends: {0:?}")]
+    Hardware(slat_model::Fault),
+    #[error("the access has no memory behind it: {0:?}")]
+    Exit(Exit),
+}
+
+impl<'a, 'm, G: Granule> ModelVcpu<'a, 'm, G> {
+    /// vCPU `index`, on the CPU of that number.
+    ///
+    /// # Errors
+    /// [`Failure::Run`] if the CPU is taken or the machine has no place for another participant.
+    pub(crate) fn new(vm: &'a ModelVm<'m, G>, index: usize) -> Result<Self, Failure> {
+        let vcpu = vm.vcpu().map_err(|error| Failure::Run(error.to_string()))?;
+        let tree = vm.tree();
+        let registers = Registers { vttbr: tree.root_register(), vtcr: tree.format().vtcr() };
+        let cpu = vm.machine().cpu(index, registers);
+        let cpu = cpu.ok_or_else(|| Failure::Run(format!("the machine has no CPU {index}")))?;
+        Ok(Self { vm, cpu, vcpu })
+    }
+
+    /// Leaves the guest, has the fault mended, and may enter again.
+    #[cold]
+    fn mend(&mut self, fault: slat_model::Fault) -> Result<(), Broken> {
+        let kind = match fault.kind {
+            slat_model::FaultKind::Translation { .. } => slat_vm::FaultKind::Translation,
+            slat_model::FaultKind::Permission { .. } => slat_vm::FaultKind::Permission,
+            slat_model::FaultKind::AccessFlag { .. } => slat_vm::FaultKind::AccessFlag,
+            _ => return Err(Broken::Hardware(fault)),
+        };
+        let access = match fault.access {
+            slat_model::Access::Read => Access::Read,
+            slat_model::Access::Write => Access::Write,
+            slat_model::Access::Execute => Access::Execute,
+        };
+        match self.vcpu.fault(self.vm, slat_vm::Fault { gpa: fault.gpa, access, kind })? {
+            Exit::Resume => Ok(()),
+            Exit::Retry => {
+                // Whoever is in the way may need the processor.
+                std::thread::yield_now();
+                Ok(())
+            }
+            exit => Err(Broken::Exit(exit)),
+        }
+    }
+}
+
+impl<G: Granule> GuestMemory for ModelVcpu<'_, '_, G> {
+    type Error = Broken;
+
+    #[inline]
+    fn load(&mut self, gpa: u64) -> Result<u64, Broken> {
+        loop {
+            match self.cpu.read(Gpa(gpa)) {
+                Ok(value) => return Ok(value),
+                Err(fault) => self.mend(fault)?,
+            }
+        }
+    }
+
+    #[inline]
+    fn store(&mut self, gpa: u64, value: u64) -> Result<(), Broken> {
+        loop {
+            match self.cpu.write(Gpa(gpa), value) {
+                Ok(()) => return Ok(()),
+                Err(fault) => self.mend(fault)?,
+            }
+        }
+    }
+}
+
+impl<G: Granule> crew::Vcpu for ModelVcpu<'_, '_, G> {
+    fn counters(&self) -> Counters {
+        let engine = engine(&self.vcpu.participant().counters);
+        Counters { faults: self.vcpu.statistics().faults, ..engine }
+    }
+}
+
+/// What a participant has counted itself.
+fn engine(counters: &slat::rcu::Counters) -> Counters {
+    Counters {
+        splits: counters.splits.get(),
+        collapses: counters.collapses.get(),
+        entries_visited: counters.visited.get(),
+        ..Counters::default()
+    }
+}
+
+/// What the machine and one worker have done so far; vCPUs report for themselves.
+pub(crate) fn counters(model: &Model, worker: &Worker<'_, Model>) -> Counters {
+    let machine = model.counters();
+    Counters {
+        tables_allocated: machine.tables_allocated,
+        tables_freed: machine.tables_freed,
+        publishes: machine.publishes,
+        invalidations: Invalidations {
+            by_ipa: machine.by_ipa,
+            by_range: machine.by_range,
+            combined: machine.combined,
+            everything: machine.everything,
+            local: machine.local,
+        },
+        ..engine(&worker.participant().counters)
+    }
+}

@@ -1,0 +1,193 @@
+//! Which options the workloads share: guest memory, the machine, output.
+//!
+//! Letters and defaults are those of the kernel's KVM tests; what only slat has is spelled out.
+
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
+use serde::{Serialize, Serializer};
+
+use crate::backing::Backing;
+use crate::granule::GranuleSize;
+use crate::guest_mode::{self, GuestMode};
+use crate::size::{Size, SizeError};
+
+/// More vCPUs than any published run has had.
+const MAX_VCPUS: i64 = 1024;
+/// As many memslots as KVM allows.
+const MAX_SLOTS: i64 = 32_764;
+
+/// The guest's memory and the vCPUs that use it.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct MemoryOptions {
+    /// vCPUs, each a host thread
+    #[arg(short = 'v', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MAX_VCPUS))]
+    pub(crate) vcpus: u32,
+
+    /// Memory of each vCPU, such as 256M or 4G
+    #[arg(short = 'b', long, value_name = "SIZE", default_value = "1G")]
+    pub(crate) bytes: Size,
+
+    /// What backs guest memory; `help` lists
+    #[arg(short = 's', long = "source", value_name = "TYPE", default_value = "anonymous")]
+    pub(crate) backing: OrHelp<Backing>,
+
+    /// Guest mode by number (as in Linux 6.12) or name: address width and guest page size; `help` lists
+    #[arg(short = 'm', long, value_name = "MODE", default_value = guest_mode::DEFAULT)]
+    pub(crate) mode: OrHelp<GuestMode>,
+
+    /// Every vCPU uses the memory of all, instead of a part of its own
+    #[arg(short = 'o', long)]
+    pub(crate) overlap: bool,
+
+    /// Memslots that guest memory is divided into
+    #[arg(short = 'x', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MAX_SLOTS))]
+    pub(crate) slots: u32,
+
+    /// Guest-physical address of guest memory, decimal or 0x…, instead of the top of guest-physical memory
+    #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = address)]
+    pub(crate) offset: Option<u64>,
+}
+
+/// The machine that the guest runs on.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Machine")]
+pub(crate) struct MachineOptions {
+    /// Granule of the stage-2 tables and page size of the host
+    #[arg(
+        long,
+        value_enum,
+        value_name = "4k|16k|64k",
+        default_value = "4k",
+        hide_possible_values = true
+    )]
+    pub(crate) granule: GranuleSize,
+
+    /// Width of guest-physical addresses that the tables translate, 32 to 52 [default: that of the guest mode]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(32..=52))]
+    pub(crate) ipa_bits: Option<u32>,
+
+    /// The CPU forces guest memory to write-back (FEAT_S2FWB)
+    #[arg(long)]
+    pub(crate) fwb: bool,
+
+    /// Bytes that are split into pages at once, ahead of write faults, or off
+    #[arg(long, value_name = "SIZE|off", default_value = "off")]
+    pub(crate) eager_split: EagerSplit,
+
+    /// real: threads, wall time, real memory
+    #[arg(
+        long,
+        value_enum,
+        value_name = "real|virtual",
+        default_value = "real",
+        hide_possible_values = true
+    )]
+    pub(crate) clock: Clock,
+}
+
+/// What is printed.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Output")]
+pub(crate) struct OutputOptions {
+    /// One JSON object instead of the table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Which time is measured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Clock {
+    Real,
+    Virtual,
+}
+
+/// A value, or the wish to see all of them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum OrHelp<T> {
+    Help,
+    Value(T),
+}
+
+impl<T: FromStr> FromStr for OrHelp<T> {
+    type Err = T::Err;
+
+    fn from_str(text: &str) -> Result<Self, T::Err> {
+        if text == "help" { Ok(Self::Help) } else { text.parse().map(Self::Value) }
+    }
+}
+
+/// How much is split at once, ahead of write faults.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum EagerSplit {
+    Off,
+    Chunk(Size),
+}
+
+impl FromStr for EagerSplit {
+    type Err = SizeError;
+
+    /// `off`, or 0 as in the kernel, or a size.
+    fn from_str(text: &str) -> Result<Self, SizeError> {
+        match text {
+            "off" => Ok(Self::Off),
+            _ => {
+                text.parse().map(|size| if size == Size(0) { Self::Off } else { Self::Chunk(size) })
+            }
+        }
+    }
+}
+
+impl EagerSplit {
+    /// Bytes, where there are any.
+    pub(crate) fn chunk(self) -> Option<Size> {
+        match self {
+            Self::Off => None,
+            Self::Chunk(size) => Some(size),
+        }
+    }
+}
+
+impl Serialize for EagerSplit {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.chunk().serialize(serializer)
+    }
+}
+
+fn address(text: &str) -> Result<u64, String> {
+    let parsed = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) => u64::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    parsed.map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn help_is_a_wish_and_everything_else_a_value() {
+        assert_eq!("help".parse(), Ok(OrHelp::<GuestMode>::Help));
+        assert!(matches!("6".parse::<OrHelp<GuestMode>>(), Ok(OrHelp::Value(_))));
+        assert!("helped".parse::<OrHelp<GuestMode>>().is_err());
+        assert!(matches!("shmem".parse::<OrHelp<Backing>>(), Ok(OrHelp::Value(_))));
+    }
+
+    #[test]
+    fn eager_split_is_off_or_a_size() {
+        assert_eq!("off".parse(), Ok(EagerSplit::Off));
+        assert_eq!("0".parse(), Ok(EagerSplit::Off));
+        assert_eq!("2M".parse(), Ok(EagerSplit::Chunk(Size(2 << 20))));
+        assert_eq!("on".parse::<EagerSplit>(), Err(SizeError::Form));
+    }
+
+    #[test]
+    fn addresses_are_decimal_or_hexadecimal() {
+        assert_eq!(address("4096"), Ok(4096));
+        assert_eq!(address("0xff000000"), Ok(0xff00_0000));
+        assert_eq!(address("0XFF"), Ok(255));
+        assert!(address("ff").is_err() && address("0x").is_err() && address("").is_err());
+    }
+}

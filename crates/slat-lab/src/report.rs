@@ -1,0 +1,161 @@
+//! What a run found: its phases, counts and checks, in the shape that `--json` prints.
+
+use std::iter::Sum;
+use std::ops::{Add, Sub};
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// Everything about one run.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Report<C> {
+    /// The workload's name on the command line.
+    pub(crate) workload: &'static str,
+    /// What it ran on.
+    pub(crate) backend: &'static str,
+    /// What was asked for, with all defaults filled in.
+    pub(crate) config: C,
+    /// What the user should know of this run that no number says.
+    pub(crate) notes: Vec<String>,
+    /// Sums that people look for first, as lines of text.
+    #[serde(skip)]
+    pub(crate) summary: Vec<String>,
+    /// In the order in which they ran.
+    pub(crate) phases: Vec<Phase>,
+    /// Of all phases together.
+    pub(crate) counters: Counters,
+    /// Absent without `--check`.
+    pub(crate) check: Option<Check>,
+}
+
+/// One phase.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Phase {
+    pub(crate) name: &'static str,
+    /// Which round it belongs to, from 1, where a phase comes more than once.
+    pub(crate) iteration: Option<u32>,
+    pub(crate) seconds: f64,
+    pub(crate) counters: Counters,
+}
+
+impl Phase {
+    pub(crate) fn new(
+        name: &'static str,
+        iteration: Option<u32>,
+        took: Duration,
+        counters: Counters,
+    ) -> Self {
+        Self { name, iteration, seconds: took.as_secs_f64(), counters }
+    }
+}
+
+/// What was done, by all vCPUs and threads together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub(crate) struct Counters {
+    /// Faults that vCPUs brought to the hypervisor.
+    pub(crate) faults: u64,
+    /// Blocks that were split.
+    pub(crate) splits: u64,
+    /// Tables that became a block.
+    pub(crate) collapses: u64,
+    pub(crate) tables_allocated: u64,
+    pub(crate) tables_freed: u64,
+    /// Barriers that make stores visible to table walkers.
+    pub(crate) publishes: u64,
+    pub(crate) invalidations: Invalidations,
+    /// Entries that the engine's walks looked at.
+    pub(crate) entries_visited: u64,
+}
+
+/// Invalidations by kind, each as an instruction.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub(crate) struct Invalidations {
+    /// One address, on every CPU.
+    pub(crate) by_ipa: u64,
+    /// A range, on every CPU.
+    pub(crate) by_range: u64,
+    /// A guest's combined-stage translations, on every CPU.
+    pub(crate) combined: u64,
+    /// All of a guest's translations, on every CPU.
+    pub(crate) everything: u64,
+    /// One address, on one CPU.
+    pub(crate) local: u64,
+}
+
+/// What `--check` found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Check {
+    /// Guest pages that were watched.
+    pub(crate) pages: u64,
+    /// Collections of the log that were compared with memory.
+    pub(crate) collections: u64,
+    /// How many of them while vCPUs ran.
+    pub(crate) collections_while_running: u64,
+    /// Page changes that the log reported, over all collections.
+    pub(crate) changed: u64,
+    /// Pages whose change no collection that covers it reported.
+    pub(crate) lost: u64,
+    /// The first of them, as guest page numbers from the start of guest memory.
+    pub(crate) lost_pages: Vec<u64>,
+    /// Loads that did not return what the guest had stored.
+    pub(crate) wrong_loads: u64,
+    /// Pages of host memory that hold what was stored elsewhere, or not what was stored last.
+    pub(crate) misplaced: u64,
+    /// Rules of the architecture or of the engine's protocol that were broken.
+    pub(crate) violations: u64,
+    /// The first of them.
+    pub(crate) violation: Option<String>,
+}
+
+impl Check {
+    /// Whether nothing was found.
+    pub(crate) fn is_clean(&self) -> bool {
+        let Self { lost, wrong_loads, misplaced, violations, .. } = *self;
+        lost == 0 && wrong_loads == 0 && misplaced == 0 && violations == 0
+    }
+}
+
+impl Counters {
+    fn zip(self, other: Self, f: impl Fn(u64, u64) -> u64) -> Self {
+        let (a, b) = (self.invalidations, other.invalidations);
+        Self {
+            faults: f(self.faults, other.faults),
+            splits: f(self.splits, other.splits),
+            collapses: f(self.collapses, other.collapses),
+            tables_allocated: f(self.tables_allocated, other.tables_allocated),
+            tables_freed: f(self.tables_freed, other.tables_freed),
+            publishes: f(self.publishes, other.publishes),
+            invalidations: Invalidations {
+                by_ipa: f(a.by_ipa, b.by_ipa),
+                by_range: f(a.by_range, b.by_range),
+                combined: f(a.combined, b.combined),
+                everything: f(a.everything, b.everything),
+                local: f(a.local, b.local),
+            },
+            entries_visited: f(self.entries_visited, other.entries_visited),
+        }
+    }
+}
+
+impl Add for Counters {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        self.zip(other, u64::wrapping_add)
+    }
+}
+
+impl Sub for Counters {
+    type Output = Self;
+
+    /// What happened between two moments.
+    fn sub(self, earlier: Self) -> Self {
+        self.zip(earlier, u64::wrapping_sub)
+    }
+}
+
+impl Sum for Counters {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), Add::add)
+    }
+}

@@ -1,0 +1,167 @@
+//! What every workload plays on: a VM on the model, the threads of its vCPUs, and a count of what each phase took.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use slat::format::arm::Granule;
+use slat_model::{HostMemory, Model};
+use slat_vm::{SlotId, Worker};
+
+use crate::crew::{Board, Crew};
+use crate::failure::Failure;
+use crate::guest::{Pass, Program};
+use crate::layout::Layout;
+use crate::model::{self, ModelVcpu, ModelVm};
+use crate::options::MachineOptions;
+use crate::progress::Progress;
+use crate::report::{Check, Counters, Phase};
+
+/// The machine and where guest memory lies.
+#[derive(Clone, Copy)]
+pub(crate) struct Ground<'a> {
+    pub(crate) model: &'a Model,
+    pub(crate) memory: &'a Arc<HostMemory>,
+    pub(crate) layout: &'a Layout,
+    pub(crate) machine: &'a MachineOptions,
+}
+
+/// A VM with its memslots, whose vCPUs wait for their first pass.
+pub(crate) struct Stage<'s, 'm, G: Granule> {
+    pub(crate) vm: &'s ModelVm<'m, G>,
+    pub(crate) worker: Worker<'m, Model>,
+    pub(crate) crew: Crew<'s>,
+    model: &'m Model,
+    slots: u32,
+    progress: Progress,
+    phases: Vec<Phase>,
+    /// Counters when the last phase ended.
+    before: Counters,
+}
+
+/// What is left when the vCPUs have ended.
+pub(crate) struct Ended<R> {
+    pub(crate) phases: Vec<Phase>,
+    /// What the guests remember.
+    pub(crate) programs: Vec<Program>,
+    /// What the workload returned.
+    pub(crate) result: R,
+}
+
+impl Ground<'_> {
+    /// Builds a VM with one vCPU for each program and lets `workload` play on it. The bar is full after `passes`
+    /// passes.
+    ///
+    /// # Errors
+    /// What the workload returned; [`Failure::Usage`] if such a VM cannot be had; [`Failure::Run`] if a vCPU broke
+    /// off or there are not enough threads.
+    pub(crate) fn play<G: Granule, R>(
+        self,
+        programs: Vec<Program>,
+        passes: u32,
+        workload: impl FnOnce(&mut Stage<'_, '_, G>) -> Result<R, Failure>,
+    ) -> Result<Ended<R>, Failure> {
+        let Self { model, memory, layout, machine } = self;
+        let broken = |error: &dyn std::error::Error| Failure::Run(error.to_string());
+        let vm = model::vm::<G>(model, memory, layout, machine)?;
+        let mut worker = vm.worker().map_err(|error| broken(&error))?;
+        model::create_slots(&vm, &mut worker, layout)?;
+        let accesses: u64 = programs.iter().map(Program::pages).sum();
+        let board = Board::new(programs.len());
+        let vcpu = |(index, program)| Ok((ModelVcpu::new(&vm, index)?, program));
+        let vcpus = programs.into_iter().enumerate().map(vcpu);
+        let vcpus = vcpus.collect::<Result<Vec<_>, Failure>>()?;
+        thread::scope(|scope| {
+            let crew = Crew::start(scope, &board, vcpus);
+            let crew =
+                crew.map_err(|error| Failure::Run(format!("no thread for a vCPU: {error}")))?;
+            let progress = Progress::new(accesses * u64::from(passes));
+            let (phases, before) = (Vec::new(), Counters::default());
+            let slots = layout.slots;
+            let mut stage = Stage { vm: &vm, worker, crew, model, slots, progress, phases, before };
+            stage.before = stage.counters();
+            let played = workload(&mut stage);
+            let Stage { crew, phases, .. } = stage;
+            let result = played.map_err(|failure| self.blame(failure))?;
+            let programs = crew.dismiss().map_err(|stopped| self.blame(stopped.into()))?;
+            Ok(Ended { phases, programs, result })
+        })
+    }
+
+    /// What was found, with what the machine's own checker says.
+    pub(crate) fn judge(self, found: Check) -> Check {
+        let violation = self.model.violation().map(|report| report.to_string());
+        Check { violations: self.model.violations(), violation, ..found }
+    }
+
+    /// A run that broke off after a rule was broken broke off because of that.
+    fn blame(self, failure: Failure) -> Failure {
+        match self.model.violation() {
+            Some(report) => Failure::Run(format!("{failure}\nafter a rule was broken: {report}")),
+            None => failure,
+        }
+    }
+}
+
+impl<'m, G: Granule> Stage<'_, 'm, G> {
+    /// A phase in which every vCPU makes one pass.
+    ///
+    /// # Errors
+    /// A vCPU that could not go on.
+    pub(crate) fn pass(
+        &mut self,
+        name: &'static str,
+        iteration: Option<u32>,
+        pass: Pass,
+    ) -> Result<(), Failure> {
+        self.begin(name, iteration);
+        let start = self.crew.begin_pass(pass);
+        let end = self.crew.wait(|done| self.progress.set(done))?;
+        self.end(name, iteration, end - start);
+        Ok(())
+    }
+
+    /// A phase in which the hypervisor does something to each memslot in turn.
+    ///
+    /// # Errors
+    /// What `step` returned.
+    pub(crate) fn each_slot<E>(
+        &mut self,
+        name: &'static str,
+        iteration: Option<u32>,
+        mut step: impl FnMut(&ModelVm<'m, G>, &mut Worker<'m, Model>, SlotId) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.begin(name, iteration);
+        let start = Instant::now();
+        for id in 0..self.slots {
+            step(self.vm, &mut self.worker, id)?;
+        }
+        self.end(name, iteration, start.elapsed());
+        Ok(())
+    }
+
+    /// Shows that a phase begins.
+    pub(crate) fn begin(&self, name: &'static str, iteration: Option<u32>) {
+        self.progress.phase(name, iteration);
+    }
+
+    /// Notes a phase that took so long, with everything that was done since the one before.
+    pub(crate) fn end(&mut self, name: &'static str, iteration: Option<u32>, took: Duration) {
+        let now = self.counters();
+        self.phases.push(Phase::new(name, iteration, took, now - self.before));
+        self.before = now;
+    }
+
+    /// Counts for the last phase what vCPUs did that ran on meanwhile.
+    pub(crate) fn settle(&mut self) {
+        let now = self.counters();
+        if let Some(phase) = self.phases.last_mut() {
+            phase.counters = phase.counters + (now - self.before);
+        }
+        self.before = now;
+    }
+
+    fn counters(&self) -> Counters {
+        model::counters(self.model, &self.worker) + self.crew.counters()
+    }
+}

@@ -1,0 +1,243 @@
+//! `slat dirty-log`: how long guests take to write, and the hypervisor to log it, as in the kernel's
+//! `dirty_log_perf_test`.
+//!
+//! Populate; enable the log; for each iteration dirty, get, clear (unless getting protects at once); disable. With
+//! `--check` every collection is compared with memory, and before the log is disabled it is also collected and cleared
+//! while all vCPUs write at random.
+
+use std::time::{Duration, Instant};
+
+use slat::format::arm::{Granule, K4, K16, K64};
+use slat_vm::{LogError, LogMode};
+
+use crate::failure::Failure;
+use crate::granule::GranuleSize;
+use crate::guest::{Pass, Program};
+use crate::layout::Layout;
+use crate::random::Dice;
+use crate::report::{Check, Phase, Report};
+use crate::stage::{Ground, Stage};
+use crate::{backing, guest_mode, model, output};
+
+mod audit;
+mod options;
+
+use audit::{Audit, Log};
+use options::Config;
+pub(crate) use options::{LONG_HELP, Options};
+
+/// Collections while vCPUs write, with `--check`.
+const ROUNDS: u32 = 32;
+/// After this long, so many are enough.
+const LONG: (Duration, u32) = (Duration::from_secs(10), 4);
+/// What vCPUs do then: stores, and loads that see whether the stores are there.
+const STORM: Pass = Pass { write_percent: 75, random: true };
+/// The first pass of every run.
+const POPULATE: Pass = Pass { write_percent: 100, random: false };
+
+/// Runs the workload and prints its report.
+///
+/// # Errors
+/// See [`Failure`].
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    let Some(mode) = output::chosen(options.memory.mode, guest_mode::list)? else { return Ok(()) };
+    let Some(backing) = output::chosen(options.memory.backing, backing::list)? else {
+        return Ok(());
+    };
+    let (layout, config) = options.settle(backing, mode)?;
+    let (layout, machine) = (&layout, &options.machine);
+    let (model, memory) = model::machine(layout, backing, machine, config.vcpus, config.check)?;
+    let ground = Ground { model: &model, memory: &memory, layout, machine };
+    let (phases, check) = match layout.granule {
+        GranuleSize::K4 => measure::<K4>(ground, &config),
+        GranuleSize::K16 => measure::<K16>(ground, &config),
+        GranuleSize::K64 => measure::<K64>(ground, &config),
+    }?;
+    let mut notes: Vec<_> = layout.remark(backing).into_iter().collect();
+    if config.check {
+        notes.push("--check slows everything down: these times are no measurement".to_owned());
+    }
+    let report = Report {
+        workload: "dirty-log",
+        backend: "model",
+        notes,
+        summary: summary(&phases, config.iterations),
+        config,
+        counters: phases.iter().map(|phase| phase.counters).sum(),
+        phases,
+        check,
+    };
+    output::print(&report, &options.output)
+}
+
+/// The lines that the kernel's test ends with.
+fn summary(phases: &[Phase], iterations: u32) -> Vec<String> {
+    let line = |(name, title)| {
+        let times = phases.iter().filter(|phase| phase.name == name).map(|phase| phase.seconds);
+        let total = times.reduce(|sum, seconds| sum + seconds)?;
+        let average = total / f64::from(iterations);
+        Some(format!(
+            "{title} dirty log over {iterations} iterations took {total:.9}s. \
+             (Avg {average:.9}s/iteration)"
+        ))
+    };
+    [("get", "Get"), ("clear", "Clear")].into_iter().filter_map(line).collect()
+}
+
+/// All phases with one granule, and what the check found.
+fn measure<G: Granule>(
+    ground: Ground<'_>,
+    config: &Config,
+) -> Result<(Vec<Phase>, Option<Check>), Failure> {
+    let programs = (0..config.vcpus).map(|index| program(ground.layout, config, index)).collect();
+    let ended = ground.play::<G, _>(programs, 1 + config.iterations, |stage| {
+        let log = Log::new(ground.layout);
+        let mut run = Run { ground, config, stage, log, audit: None };
+        run.all()?;
+        Ok(run.audit)
+    })?;
+    let check = ended.result.map(|audit| ground.judge(audit.finish(&ended.programs)));
+    Ok((ended.phases, check))
+}
+
+fn program(layout: &Layout, config: &Config, index: u32) -> Program {
+    let dice = Dice::new(config.seed, index);
+    let program = Program::new(layout.gpa, layout.guest_page, layout.part(index), dice);
+    if config.check { program.checked(index, config.vcpus, !config.overlap) } else { program }
+}
+
+/// A run in progress.
+struct Run<'a, 'r, 's, 'm, G: Granule> {
+    ground: Ground<'a>,
+    config: &'a Config,
+    stage: &'r mut Stage<'s, 'm, G>,
+    log: Log,
+    audit: Option<Audit<'a>>,
+}
+
+impl<G: Granule> Run<'_, '_, '_, '_, G> {
+    fn all(&mut self) -> Result<(), Failure> {
+        let config = self.config;
+        self.stage.pass("populate", None, POPULATE)?;
+        if config.check {
+            self.audit = Some(Audit::new(self.ground.memory, self.ground.layout));
+        }
+        self.enable()?;
+        let pass = Pass { write_percent: config.write_percent, random: config.random_order };
+        for iteration in 1..=config.iterations {
+            self.stage.pass("dirty", Some(iteration), pass)?;
+            self.collect(iteration)?;
+        }
+        if config.check {
+            self.storm()?;
+        }
+        self.disable(pass)
+    }
+
+    fn enable(&mut self) -> Result<(), Failure> {
+        let mode = match self.config.manual_protect {
+            true => LogMode::Manual { initially_all_set: true },
+            false => LogMode::Protect,
+        };
+        let enable =
+            self.stage.each_slot("enable", None, |vm, worker, id| vm.enable_log(worker, id, mode));
+        Ok(enable?)
+    }
+
+    /// Gets and clears, each a phase, and audits both. No vCPU runs.
+    fn collect(&mut self, iteration: u32) -> Result<(), Failure> {
+        self.sample();
+        let (iteration, slots) = (Some(iteration), &mut self.log.slots);
+        self.stage.each_slot("get", iteration, |vm, worker, id| {
+            vm.dirty_log(worker, id, &mut slots[id as usize]).map(drop)
+        })?;
+        if self.config.manual_protect {
+            let pages = self.ground.layout.slot_pages();
+            self.stage.each_slot("clear", iteration, |vm, worker, id| {
+                vm.clear_dirty_log(worker, id, 0, pages, &slots[id as usize]).map(drop)
+            })?;
+        }
+        self.compare(false);
+        Ok(())
+    }
+
+    /// The same without phases of their own.
+    fn collect_untimed(&mut self) -> Result<(), LogError> {
+        let Stage { vm, worker, .. } = &mut *self.stage;
+        for (id, bitmap) in (0..).zip(&mut self.log.slots) {
+            vm.dirty_log(worker, id, bitmap)?;
+        }
+        if self.config.manual_protect {
+            let pages = self.ground.layout.slot_pages();
+            for (id, bitmap) in (0..).zip(&self.log.slots) {
+                vm.clear_dirty_log(worker, id, 0, pages, bitmap)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn sample(&mut self) {
+        if let Some(audit) = &mut self.audit {
+            audit.sample();
+        }
+    }
+
+    fn compare(&mut self, while_running: bool) {
+        if let Some(audit) = &mut self.audit {
+            audit.compare(&self.log, while_running);
+            audit.renew(&self.log);
+        }
+    }
+
+    /// Collects and clears while all vCPUs write, then once more when they have stopped.
+    fn storm(&mut self) -> Result<(), Failure> {
+        self.stage.begin("check", None);
+        let start = self.stage.crew.begin_running(STORM);
+        let collected = self.collect_in_storm(start);
+        self.stage.crew.stop();
+        self.stage.crew.wait(|_| {})?;
+        collected?;
+        self.sample();
+        self.collect_untimed()?;
+        self.compare(false);
+        if let Some(audit) = &mut self.audit {
+            audit.compare_copy();
+        }
+        self.stage.end("check", None, start.elapsed());
+        Ok(())
+    }
+
+    fn collect_in_storm(&mut self, start: Instant) -> Result<(), Failure> {
+        let (long, enough) = LONG;
+        for round in 0..ROUNDS {
+            if round >= enough && start.elapsed() > long {
+                break;
+            }
+            self.sample();
+            self.stage.crew.wait_for_access()?;
+            self.collect_untimed()?;
+            self.compare(true);
+        }
+        Ok(())
+    }
+
+    fn disable(&mut self, pass: Pass) -> Result<(), Failure> {
+        let running = self.config.run_while_disabling;
+        if running {
+            self.stage.crew.begin_running(pass);
+        }
+        self.stage.each_slot("disable", None, |vm, worker, id| vm.disable_log(worker, id))?;
+        if running {
+            self.stage.crew.stop();
+            self.stage.crew.wait(|_| {})?;
+            self.stage.settle();
+        }
+        Ok(())
+    }
+}
+
+impl From<LogError> for Failure {
+    fn from(error: LogError) -> Self {
+        Self::Run(format!("the dirty log: {error}"))
+    }
+}

@@ -1,0 +1,231 @@
+//! Whether the dirty log is true: contents compared with what collections reported, as the kernel's `dirty_log_test`
+//! does.
+//!
+//! The audit plays live migration. It keeps a copy of the first word of each guest page and renews it for the pages
+//! that a collection reports, after the collection has made them read-only again. Guests store values that never come
+//! twice, so a page whose word differs from the copy was changed since.
+//!
+//! # Why the comparison is exact while vCPUs run
+//! A store needs a translation that can be written, and the fault that made it so marks the page before its vCPU
+//! resumes. So before each collection: all words are sampled; then every vCPU completes an access, and with it the
+//! fault that was under way. Whatever the sample shows changed has been marked by then, by its own vCPU or by another
+//! one whose fault it profited from: a page that the sample shows changed and the collection does not report is lost.
+//! There is no slack of a round, and no store is left out, since the copy must equal memory when all vCPUs have
+//! stopped and the log has been collected once more.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+
+use slat_model::HostMemory;
+
+use crate::guest::{Program, page_of};
+use crate::layout::Layout;
+use crate::report::Check;
+
+/// Lost pages that the report names.
+const NAMED: usize = 10;
+
+/// The copy, and what was found so far.
+#[derive(Debug)]
+pub(crate) struct Audit<'a> {
+    memory: &'a HostMemory,
+    layout: &'a Layout,
+    copy: Vec<u64>,
+    sample: Vec<u64>,
+    lost: BTreeSet<u64>,
+    found: Check,
+}
+
+impl<'a> Audit<'a> {
+    /// Copies all of guest memory. No vCPU runs, and the log is not on yet.
+    pub(crate) fn new(memory: &'a HostMemory, layout: &'a Layout) -> Self {
+        let found = Check { pages: layout.guest_pages(), ..Check::default() };
+        let (copy, sample, lost) = (Vec::new(), Vec::new(), BTreeSet::new());
+        let mut audit = Self { memory, layout, copy, sample, lost, found };
+        audit.sample();
+        audit.copy = audit.sample.clone();
+        audit
+    }
+
+    /// Reads every page. Faults that were under way must be waited for before the log is collected.
+    pub(crate) fn sample(&mut self) {
+        let pages = 0..self.layout.guest_pages();
+        self.sample.clear();
+        self.sample.extend(pages.map(|page| word(self.memory, self.layout, page)));
+    }
+
+    /// The log was collected after [`sample`](Self::sample): every page that the sample shows changed must be in it.
+    pub(crate) fn compare(&mut self, log: &Log, while_running: bool) {
+        self.found.collections += 1;
+        self.found.collections_while_running += u64::from(while_running);
+        for (page, (sampled, copied)) in (0..).zip(self.sample.iter().zip(&mut self.copy)) {
+            if sampled != copied && !log.has(page) {
+                self.lost.insert(page);
+                *copied = *sampled;
+            }
+        }
+    }
+
+    /// Copies what a collection has reported. All of it is read-only or in the next collection.
+    pub(crate) fn renew(&mut self, log: &Log) {
+        for (page, copied) in (0..).zip(&mut self.copy) {
+            if log.has(page) {
+                let now = word(self.memory, self.layout, page);
+                self.found.changed += u64::from(now != *copied);
+                *copied = now;
+            }
+        }
+    }
+
+    /// All vCPUs have stopped and the log was collected once more: the copy is memory.
+    pub(crate) fn compare_copy(&mut self) {
+        for (page, copied) in (0..).zip(&self.copy) {
+            if word(self.memory, self.layout, page) != *copied {
+                self.lost.insert(page);
+            }
+        }
+    }
+
+    /// The guests have ended: what they remember is in memory, where they stored it.
+    pub(crate) fn finish(mut self, programs: &[Program]) -> Check {
+        for page in 0..self.layout.guest_pages() {
+            let value = word(self.memory, self.layout, page);
+            let owner = self.layout.owner(page).and_then(|index| programs.get(index));
+            let right = match owner.and_then(|owner| owner.agrees(page, value)) {
+                Some(right) => right,
+                None => value == 0 || page_of(value) == page,
+            };
+            self.found.misplaced += u64::from(!right);
+        }
+        self.found.wrong_loads = programs.iter().map(Program::wrong_loads).sum();
+        self.found.lost = self.lost.len() as u64;
+        self.found.lost_pages = self.lost.into_iter().take(NAMED).collect();
+        self.found
+    }
+}
+
+/// The first word of a guest page, as the host sees it.
+fn word(memory: &HostMemory, layout: &Layout, page: u64) -> u64 {
+    let word = memory.word(page * layout.guest_page);
+    word.map_or(0, |word| word.load(Ordering::Relaxed))
+}
+
+/// What the last collection reported, slot by slot.
+#[derive(Debug)]
+pub(crate) struct Log {
+    /// One bit for each page of the host.
+    pub(crate) slots: Vec<Vec<u64>>,
+    guest_page: u64,
+    page: u64,
+    slot_size: u64,
+}
+
+impl Log {
+    /// A log of nothing.
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let words = layout.slot_pages().div_ceil(64) as usize;
+        Self {
+            slots: vec![vec![0; words]; layout.slots as usize],
+            guest_page: layout.guest_page,
+            page: layout.page,
+            slot_size: layout.slot_size(),
+        }
+    }
+
+    /// Whether the page of the host with the first word of a guest page is in it.
+    fn has(&self, guest_page: u64) -> bool {
+        let offset = guest_page * self.guest_page;
+        let slot = &self.slots[(offset / self.slot_size) as usize];
+        let page = offset % self.slot_size / self.page;
+        slot[(page / 64) as usize] >> (page % 64) & 1 == 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use slat_model::{Backing, Model};
+
+    use super::*;
+    use crate::layout::lay_out;
+
+    fn memory(layout: &Layout) -> Arc<HostMemory> {
+        let model = Model::builder().build().unwrap();
+        model.host_memory(layout.host_size, Backing::Anonymous).unwrap()
+    }
+
+    fn store(memory: &HostMemory, page: u64, value: u64) {
+        memory.word(page * 4096).unwrap().store(value, Ordering::Relaxed);
+    }
+
+    fn mark(log: &mut Log, slot: usize, page: usize) {
+        log.slots[slot][page / 64] |= 1 << (page % 64);
+    }
+
+    #[test]
+    fn a_changed_page_that_is_reported_is_copied_and_one_that_is_not_is_lost() {
+        let layout = lay_out("-b 512K -x 2");
+        let memory = memory(&layout);
+        let mut audit = Audit::new(&memory, &layout);
+        let mut log = Log::new(&layout);
+        store(&memory, 3, 3);
+        store(&memory, 70, 70);
+        mark(&mut log, 1, 70 - 64);
+        audit.sample();
+        audit.compare(&log, true);
+        audit.renew(&log);
+        audit.compare_copy();
+        let found = audit.finish(&[]);
+        assert_eq!((found.lost, found.lost_pages), (1, vec![3]));
+        assert_eq!((found.changed, found.collections_while_running, found.misplaced), (1, 1, 0));
+    }
+
+    #[test]
+    fn a_page_that_was_reported_once_too_often_is_not_lost() {
+        let layout = lay_out("-b 512K");
+        let memory = memory(&layout);
+        let mut audit = Audit::new(&memory, &layout);
+        let mut log = Log::new(&layout);
+        mark(&mut log, 0, 5);
+        for _ in 0..2 {
+            audit.sample();
+            audit.compare(&log, false);
+            audit.renew(&log);
+        }
+        let found = audit.finish(&[]);
+        assert_eq!((found.collections, found.changed, found.lost), (2, 0, 0));
+    }
+
+    #[test]
+    fn a_store_after_the_last_collection_is_lost() {
+        let layout = lay_out("-b 512K");
+        let memory = memory(&layout);
+        let mut audit = Audit::new(&memory, &layout);
+        audit.sample();
+        store(&memory, 9, 9);
+        audit.compare(&Log::new(&layout), false);
+        audit.compare_copy();
+        assert_eq!(audit.finish(&[]).lost_pages, [9]);
+    }
+
+    #[test]
+    fn a_value_of_another_page_is_misplaced() {
+        let layout = lay_out("-b 512K");
+        let memory = memory(&layout);
+        store(&memory, 9, 1 << 28 | 9);
+        store(&memory, 10, 1 << 28 | 9);
+        assert_eq!(Audit::new(&memory, &layout).finish(&[]).misplaced, 1);
+    }
+
+    #[test]
+    fn large_guest_pages_are_looked_up_at_their_first_host_page_and_small_ones_share_one() {
+        let mut large = Log::new(&lay_out("-b 512K -m P40V48_64K"));
+        mark(&mut large, 0, 16);
+        mark(&mut large, 0, 33);
+        assert!(large.has(1) && !large.has(0) && !large.has(2));
+        let mut small = Log::new(&lay_out("-b 512K --granule 64k"));
+        mark(&mut small, 0, 1);
+        assert!(!small.has(15) && small.has(16) && small.has(31) && !small.has(32));
+    }
+}

@@ -1,0 +1,185 @@
+//! What `slat dirty-log` is asked, and what of it makes no sense.
+
+use std::fmt;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::backing::Backing;
+use crate::failure::Failure;
+use crate::granule::GranuleSize;
+use crate::guest::MAX_CHECKED_PAGES;
+use crate::guest_mode::GuestMode;
+use crate::layout::Layout;
+use crate::options::{Clock, EagerSplit, MachineOptions, MemoryOptions, OutputOptions};
+use crate::size::Size;
+
+/// What follows the options in `--help`.
+pub(crate) const LONG_HELP: &str = "\
+Sizes are whole numbers with an optional K, M, G or T. Letters mean what they mean in the kernel's
+dirty_log_perf_test; numbers of guest modes are those of Linux 6.12. One run is one guest mode.
+
+--json prints one object: {\"workload\", \"backend\", \"config\", \"notes\", \"phases\": [{\"name\",
+\"iteration\", \"seconds\", \"counters\"}], \"counters\", \"check\"}. Counters are faults, splits, collapses,
+tables_allocated, tables_freed, publishes, invalidations by kind (by_ipa, by_range, combined, everything,
+local) and entries_visited: of the phase, and of all phases together. \"check\" is null without --check;
+otherwise it has pages, collections, collections_while_running, changed, lost, lost_pages, wrong_loads,
+misplaced, violations and violation.
+
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+
+/// Options of `dirty-log`.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Options {
+    #[command(flatten)]
+    pub(crate) memory: MemoryOptions,
+
+    /// Rounds of dirty, get, clear; at least 2
+    #[arg(short = 'i', long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..))]
+    pub(crate) iterations: u32,
+
+    /// Per cent of the accesses that are writes, drawn for each
+    #[arg(short = 'w', long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
+    pub(crate) write_percent: u32,
+
+    /// No manual protect: getting the log clears and write-protects at once
+    #[arg(short = 'g', long)]
+    pub(crate) no_manual_protect: bool,
+
+    /// vCPUs go on while the log is disabled
+    #[arg(short = 'e', long)]
+    pub(crate) run_while_disabling: bool,
+
+    /// Random order of accesses, after populating
+    #[arg(short = 'a', long)]
+    pub(crate) random_order: bool,
+
+    /// Seed of what is random
+    #[arg(short = 'r', long, value_name = "SEED", default_value_t = 1)]
+    pub(crate) seed: u64,
+
+    /// Nested guests are out of scope
+    #[arg(short = 'n', long, hide = true)]
+    pub(crate) nested: bool,
+
+    /// Compare contents with the log, also while vCPUs write, and check the architecture's rules; status 1 if anything is found
+    #[arg(long)]
+    pub(crate) check: bool,
+
+    #[command(flatten)]
+    pub(crate) machine: MachineOptions,
+
+    #[command(flatten)]
+    pub(crate) output: OutputOptions,
+}
+
+/// What runs, with every default filled in: the `config` of the report.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Config {
+    pub(crate) vcpus: u32,
+    pub(crate) bytes: Size,
+    pub(crate) iterations: u32,
+    pub(crate) write_percent: u32,
+    pub(crate) random_order: bool,
+    pub(crate) seed: u64,
+    pub(crate) manual_protect: bool,
+    pub(crate) run_while_disabling: bool,
+    pub(crate) overlap: bool,
+    pub(crate) slots: u32,
+    pub(crate) backing: Backing,
+    pub(crate) backing_page: Size,
+    pub(crate) mode: GuestMode,
+    pub(crate) gpa: u64,
+    pub(crate) granule: GranuleSize,
+    pub(crate) ipa_bits: u32,
+    pub(crate) eager_split: EagerSplit,
+    pub(crate) fwb: bool,
+    pub(crate) clock: Clock,
+    pub(crate) check: bool,
+}
+
+impl Options {
+    /// Where guest memory lies, and everything that was asked for.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] with what makes no sense.
+    pub(crate) fn settle(
+        &self,
+        backing: Backing,
+        mode: GuestMode,
+    ) -> Result<(Layout, Config), Failure> {
+        let usage = |why: &str| Err(Failure::Usage(why.to_owned()));
+        if self.nested {
+            return usage("-n: nested guests are out of scope");
+        }
+        if self.machine.clock == Clock::Virtual {
+            return usage("--clock virtual: not yet; --clock real is there");
+        }
+        let layout = Layout::new(&self.memory, &self.machine, backing, mode)
+            .map_err(|misfit| Failure::Usage(misfit.to_string()))?;
+        if self.check && layout.guest_pages() > MAX_CHECKED_PAGES {
+            return usage("--check: more guest pages than it can tell apart; use less memory");
+        }
+        let config = Config {
+            vcpus: self.memory.vcpus,
+            bytes: self.memory.bytes,
+            iterations: self.iterations,
+            write_percent: self.write_percent,
+            random_order: self.random_order,
+            seed: self.seed,
+            manual_protect: !self.no_manual_protect,
+            run_while_disabling: self.run_while_disabling,
+            overlap: self.memory.overlap,
+            slots: self.memory.slots,
+            backing,
+            backing_page: backing.page_size(layout.granule),
+            mode,
+            gpa: layout.gpa,
+            granule: layout.granule,
+            ipa_bits: layout.ipa_bits,
+            eager_split: self.machine.eager_split,
+            fwb: self.machine.fwb,
+            clock: self.machine.clock,
+            check: self.check,
+        };
+        Ok((layout, config))
+    }
+}
+
+impl fmt::Display for Config {
+    /// Two lines: what the guest is and does; what it runs on.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { vcpus, bytes, backing, mode, slots, .. } = self;
+        let plural = |n: u32| if n == 1 { "" } else { "s" };
+        write!(
+            f,
+            "{vcpus} vCPU{} x {bytes} {backing}, {slots} slot{}",
+            plural(*vcpus),
+            plural(*slots)
+        )?;
+        write!(f, ", {}% writes", self.write_percent)?;
+        if self.random_order {
+            write!(f, " in random order (seed {})", self.seed)?;
+        }
+        if self.overlap {
+            f.write_str(", overlapping")?;
+        }
+        let protect = if self.manual_protect { "manual protect" } else { "no manual protect" };
+        write!(f, ", {protect}")?;
+        if self.run_while_disabling {
+            f.write_str(", running while disabling")?;
+        }
+        let split = self.eager_split.chunk();
+        let split = split.map_or_else(|| "off".to_owned(), |chunk| chunk.to_string());
+        write!(
+            f,
+            "\nguest {} at {:#x}; {} granule, {}-bit IPA, eager split {split}{}; {} model",
+            mode.name,
+            self.gpa,
+            self.granule.page_size(),
+            self.ipa_bits,
+            if self.fwb { ", FWB" } else { "" },
+            if self.check { "checked" } else { "unchecked" },
+        )
+    }
+}

@@ -1,0 +1,226 @@
+//! What `slat dirty-log` promises: its phases, its report, and a clean check on every granule, backing and mode.
+
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+fn slat(line: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+    command.args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap()
+}
+
+/// The report of a run that must succeed.
+#[track_caller]
+fn report(options: &str) -> Value {
+    let output = slat(&format!("dirty-log --json {options}"));
+    let said = String::from_utf8_lossy(&output.stderr);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{options}: {said}{text}");
+    assert!(said.is_empty(), "{options}: {said}");
+    serde_json::from_str(&text).unwrap()
+}
+
+/// A checked run: nothing found, every page watched, and the log collected while vCPUs wrote.
+#[track_caller]
+fn checked(options: &str) -> Value {
+    let report = report(&format!("--check {options}"));
+    let check = &report["check"];
+    for count in ["lost", "wrong_loads", "misplaced", "violations"] {
+        assert_eq!(check[count], 0, "{options}: {check}");
+    }
+    assert!(check["collections_while_running"].as_u64().unwrap() >= 4, "{options}: {check}");
+    assert!(check["changed"].as_u64().unwrap() >= check["pages"].as_u64().unwrap(), "{options}");
+    report
+}
+
+fn names(report: &Value) -> Vec<String> {
+    let phase = |phase: &Value| {
+        let name = phase["name"].as_str().unwrap();
+        match phase["iteration"].as_u64() {
+            Some(iteration) => format!("{name} {iteration}"),
+            None => name.to_owned(),
+        }
+    };
+    report["phases"].as_array().unwrap().iter().map(phase).collect()
+}
+
+#[track_caller]
+fn count(report: &Value, phase: &str, counter: &str) -> u64 {
+    let at = names(report).iter().position(|name| name == phase).unwrap();
+    report["phases"][at]["counters"][counter].as_u64().unwrap()
+}
+
+#[test]
+fn phases_come_in_the_order_of_the_kernels_test() {
+    assert_eq!(
+        names(&report("-b 1M")),
+        [
+            "populate", "enable", "dirty 1", "get 1", "clear 1", "dirty 2", "get 2", "clear 2",
+            "disable"
+        ]
+    );
+    assert_eq!(
+        names(&report("-b 1M -g -i 3")),
+        [
+            "populate", "enable", "dirty 1", "get 1", "dirty 2", "get 2", "dirty 3", "get 3",
+            "disable"
+        ]
+    );
+    assert!(names(&checked("-b 1M")).contains(&"check".to_owned()));
+}
+
+#[test]
+fn the_report_has_the_documented_shape() {
+    let report = report("-v 2 -b 4M -s anonymous_thp -g -r 7 -w 50 -a -o -x 2 -e");
+    assert_eq!((&report["workload"], &report["backend"]), (&"dirty-log".into(), &"model".into()));
+    let config = &report["config"];
+    let expected = serde_json::json!({
+        "vcpus": 2, "bytes": 4 << 20, "iterations": 2, "write_percent": 50, "random_order": true,
+        "seed": 7, "manual_protect": false, "run_while_disabling": true, "overlap": true, "slots": 2,
+        "backing": "anonymous_thp", "backing_page": 2 << 20, "granule": "4k", "ipa_bits": 40,
+        "eager_split": null, "fwb": false, "clock": "real", "check": false,
+        "gpa": (1u64 << 40) - (8 << 20),
+        "mode": {
+            "number": 6, "name": "P40V48_4K", "physical_bits": 40, "virtual_bits": 48, "page_size": 4096
+        },
+    });
+    assert_eq!(*config, expected);
+    assert_eq!(report["check"], Value::Null);
+    assert!(report["notes"].as_array().unwrap().is_empty());
+    let counters = |of: &Value| {
+        let keys = [
+            "faults",
+            "splits",
+            "collapses",
+            "tables_allocated",
+            "tables_freed",
+            "publishes",
+            "entries_visited",
+        ];
+        let kinds = ["by_ipa", "by_range", "combined", "everything", "local"];
+        assert!(keys.iter().all(|key| of[key].is_u64()), "{of}");
+        assert!(kinds.iter().all(|kind| of["invalidations"][kind].is_u64()), "{of}");
+        of["faults"].as_u64().unwrap()
+    };
+    let phases = report["phases"].as_array().unwrap();
+    assert!(phases.iter().all(|phase| phase["seconds"].as_f64().unwrap() >= 0.0));
+    let sum: u64 = phases.iter().map(|phase| counters(&phase["counters"])).sum();
+    assert_eq!(counters(&report["counters"]), sum);
+}
+
+#[test]
+fn text_has_a_row_for_each_phase_and_is_plain_when_piped() {
+    let output = slat("dirty-log -b 2M --check");
+    assert_eq!(output.status.code(), Some(0));
+    assert!(output.stderr.is_empty());
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.chars().all(|c| c == '\n' || c.is_ascii_graphic() || c == ' '), "{text:?}");
+    for wanted in
+        ["populate", "clear 2", "total", "Get dirty log over 2 iterations took", "nothing lost"]
+    {
+        assert!(text.contains(wanted), "{wanted} in {text}");
+    }
+}
+
+#[test]
+fn populating_faults_once_for_each_leaf() {
+    assert_eq!(count(&report("-b 4M"), "populate", "faults"), 1024);
+    assert_eq!(count(&report("-b 4M -s anonymous_thp"), "populate", "faults"), 2);
+    assert_eq!(count(&report("-b 4M -s shared_hugetlb_1gb"), "populate", "faults"), 2);
+    assert_eq!(count(&report("-b 64M -s anonymous_thp --granule 16k"), "populate", "faults"), 2);
+    assert_eq!(count(&report("-b 4M -m P40V48_64K"), "populate", "faults"), 64);
+    assert_eq!(count(&report("-b 4M -s anonymous_thp -p 0x1000"), "populate", "faults"), 1024);
+}
+
+#[test]
+fn eager_split_leaves_no_split_to_the_faults() {
+    let lazy = report("-b 4M -s anonymous_thp -g");
+    assert_eq!((count(&lazy, "enable", "splits"), count(&lazy, "dirty 1", "splits")), (0, 2));
+    let eager = report("-b 4M -s anonymous_thp -g --eager-split 2M");
+    assert_eq!((count(&eager, "enable", "splits"), count(&eager, "dirty 1", "splits")), (2, 0));
+    let manual = report("-b 4M -s anonymous_thp --eager-split 2M");
+    assert_eq!((count(&manual, "enable", "splits"), count(&manual, "clear 1", "splits")), (0, 2));
+}
+
+#[test]
+fn without_manual_protect_every_write_after_a_collection_faults_once() {
+    let report = report("-b 4M -g");
+    assert_eq!(
+        (count(&report, "dirty 1", "faults"), count(&report, "dirty 2", "faults")),
+        (1024, 1024)
+    );
+    let manual = self::report("-b 4M");
+    assert_eq!(
+        (count(&manual, "dirty 1", "faults"), count(&manual, "dirty 2", "faults")),
+        (0, 1024)
+    );
+}
+
+#[test]
+fn reads_dirty_nothing() {
+    let report = report("-b 4M -g -w 0");
+    assert_eq!((count(&report, "dirty 1", "faults"), count(&report, "dirty 2", "faults")), (0, 0));
+}
+
+#[test]
+fn nothing_is_lost_on_any_granule_backing_and_kind_of_log() {
+    for granule in ["4k", "4k --eager-split 2M", "16k", "64k"] {
+        for backing in ["anonymous", "anonymous_thp", "anonymous_hugetlb_1gb", "shmem"] {
+            for log in ["", "-g"] {
+                checked(&format!("-v 2 -b 2M -s {backing} --granule {granule} {log}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_is_lost_where_whole_blocks_are_split() {
+    checked("-v 2 -b 32M -s anonymous_thp --granule 16k --eager-split 32M");
+    checked("-v 2 -b 32M -s anonymous_thp --granule 16k -g");
+    let options = "-v 2 -b 256M -s anonymous_thp --granule 64k -m P40V48_64K";
+    let blocks = checked(&format!("{options} --eager-split 512M"));
+    assert_eq!(count(&blocks, "clear 1", "splits"), 1);
+    assert!(count(&checked(&format!("{options} -g")), "dirty 1", "splits") >= 1);
+}
+
+#[test]
+fn nothing_is_lost_in_any_guest_mode() {
+    for mode in [0, 1, 2, 3, 4, 5, 12, 13, 14, 15] {
+        checked(&format!("-v 2 -b 2M -s anonymous_thp -m {mode}"));
+    }
+    // Smaller, equal and larger guest pages than the host's; the widest addresses of each granule.
+    for granule in ["16k", "64k"] {
+        for mode in [0, 2, 6, 7, 8] {
+            checked(&format!("-v 2 -b 2M -s anonymous_thp -m {mode} --granule {granule}"));
+        }
+    }
+}
+
+#[test]
+fn nothing_is_lost_when_vcpus_overlap_are_many_or_run_on_while_disabling() {
+    for options in [
+        "-v 2 -b 2M -o",
+        "-v 2 -b 2M -o -g -e -s anonymous_thp",
+        "-v 8 -b 512K -e",
+        "-v 8 -b 512K -o -s anonymous_thp --eager-split 2M",
+        "-v 2 -b 1M -x 8",
+        "-v 1 -b 268K -g",
+        "-v 3 -b 268K -x 67 -o -e",
+        "-v 2 -b 2M -a -w 30 -r 5 -i 5",
+        "-v 2 -b 2M -s anonymous_thp -p 0x201000",
+        "-v 2 -b 2M --fwb --ipa-bits 36",
+    ] {
+        checked_changing(options);
+    }
+}
+
+/// As `checked`, for runs that do not write every page in every pass.
+#[track_caller]
+fn checked_changing(options: &str) {
+    let report = report(&format!("--check {options}"));
+    let check = &report["check"];
+    for count in ["lost", "wrong_loads", "misplaced", "violations"] {
+        assert_eq!(check[count], 0, "{options}: {check}");
+    }
+    assert!(check["changed"].as_u64().unwrap() > 0, "{options}: {check}");
+}

@@ -1,0 +1,111 @@
+//! What the command says to what makes no sense: a message that names it on standard error, nothing on standard
+//! output, exit status 2.
+
+use std::process::{Command, Output, Stdio};
+
+fn slat(line: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+    command.args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap()
+}
+
+#[track_caller]
+fn refused(line: &str, why: &str) {
+    let output = slat(line);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{line}: {said}");
+    assert!(output.stdout.is_empty(), "{line}");
+    assert!(said.contains(why), "{line}: {said}");
+    assert!(!said.contains("panicked"), "{line}: {said}");
+}
+
+#[test]
+fn memory_that_cannot_be() {
+    refused("dirty-log -b 0", "needs memory");
+    refused("dirty-log -b 1.5G", "whole number");
+    refused("dirty-log -b -1", "unexpected argument");
+    refused("dirty-log -b 99999999999999999999", "64 bits");
+    refused("dirty-log -v 2 -b 16777215T", "64 bits");
+    refused("dirty-log -b 6K", "guest pages of 4K");
+    refused("dirty-log -b 4K --granule 64k", "host pages of 64K");
+    refused("dirty-log -b 4K -m P40V48_64K", "guest pages of 64K");
+}
+
+#[test]
+fn more_memory_than_addresses_or_than_the_machine_has() {
+    refused("dirty-log -b 2T", "40-bit");
+    refused("dirty-log -v 1024 -b 2G", "40-bit");
+    refused("dirty-log -b 128G -m P36V48_4K", "36-bit");
+    refused("dirty-log -b 8G --ipa-bits 32", "32-bit");
+    refused("dirty-log -b 1G -p 0xfff0000000", "40-bit");
+    refused("dirty-log -b 4000T -m P52V48_4K", "more than this computer has");
+}
+
+#[test]
+fn numbers_out_of_range() {
+    refused("dirty-log -v 0", "1..=1024");
+    refused("dirty-log -v 1025", "1..=1024");
+    refused("dirty-log -v many", "invalid");
+    refused("dirty-log -i 1", "2..");
+    refused("dirty-log -w 101", "0..=100");
+    refused("dirty-log -w -1", "unexpected argument");
+    refused("dirty-log -x 0", "1..");
+    refused("dirty-log -b 12K -x 4", "does not divide");
+    refused("dirty-log -b 1M -x 3", "does not divide");
+    refused("dirty-log --ipa-bits 31", "32..=52");
+    refused("dirty-log --ipa-bits 53", "32..=52");
+    refused("dirty-log -r x", "invalid");
+    refused("dirty-log -p 0x800", "multiple of the page size");
+    refused("dirty-log -p ff", "invalid");
+}
+
+#[test]
+fn names_and_sizes_that_do_not_exist() {
+    refused("dirty-log -m 9", "-m help");
+    refused("dirty-log -m P47V64_4K", "-m help");
+    refused("dirty-log -s hugetlb", "-s help");
+    refused("dirty-log -s anonymous_hugetlb_16kb --granule 64k", "no pages of 16K");
+    refused("dirty-log --granule 8k", "4k");
+    refused("dirty-log --eager-split 1M", "2M, 1G");
+    refused("dirty-log --eager-split 2M --granule 16k", "32M");
+    refused("dirty-log --eager-split 1G --granule 64k", "512M");
+    refused("dirty-log --eager-split 1G --ipa-bits 32", "2M");
+    refused("dirty-log --eager-split on", "eager-split");
+    refused("dirty-log --nonsense", "unexpected argument");
+    refused("no-such-workload", "unrecognized");
+    refused("", "Usage");
+}
+
+#[test]
+fn what_is_not_there_says_so() {
+    refused("dirty-log --clock virtual", "not yet");
+    refused("dirty-log -n", "out of scope");
+}
+
+#[test]
+fn lists_are_printed_on_demand() {
+    for (line, wanted) in [
+        ("dirty-log -m help", &["P40V48_4K", "P52V48_64K", "P36V47_16K", "(default)"][..]),
+        (
+            "dirty-log -s help",
+            &["anonymous_thp", "anonymous_hugetlb_1gb", "shmem", "shared_hugetlb"],
+        ),
+        ("dirty-log --help", &["--eager-split", "\"phases\"", "Exit status"]),
+        ("--version", &["slat "]),
+    ] {
+        let output = slat(line);
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(output.status.code(), Some(0), "{line}");
+        assert!(wanted.iter().all(|wanted| text.contains(wanted)), "{line}: {text}");
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_reason_to_panic() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
+    let command = command.args(["dirty-log", "-b", "1M"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_ne!(output.status.code(), Some(101));
+    assert!(output.stderr.is_empty());
+}

@@ -1,0 +1,112 @@
+//! Which pages were written: one bit a page, set by faults, taken by collections.
+
+use alloc::vec::Vec;
+
+use crate::heap::{OutOfMemory, with_room};
+use crate::sync::{AtomicU64, Ordering};
+
+/// Pages of one word.
+pub(crate) const SECTION: u64 = 64;
+
+/// The bits of one slot.
+#[derive(Debug)]
+pub(crate) struct Bitmap {
+    words: Vec<AtomicU64>,
+    pages: u64,
+}
+
+impl Bitmap {
+    /// `pages` bits, all `set` or all clear. Bits beyond the last page are never set.
+    pub(crate) fn new(pages: u64, set: bool) -> Result<Self, OutOfMemory> {
+        let len = usize::try_from(pages.div_ceil(SECTION)).map_err(|_| OutOfMemory)?;
+        let mut words = with_room(len)?;
+        for index in 0..len as u64 {
+            let word = if set { valid(pages, index) } else { 0 };
+            words.push(AtomicU64::new(word));
+        }
+        Ok(Self { words, pages })
+    }
+
+    /// Sets the bit of `page`. Whether it was clear.
+    ///
+    /// Rule 8: the caller made the page writable before. The exchange is not saved where the bit is set already: a
+    /// look at the bit could be answered before the entry's exchange is visible, and a collection that has taken the
+    /// bit meanwhile would not see the entry. As a read-modify-write it comes either before the collection's, which
+    /// then sees the writable entry (release, acquire), or after it, and the bit stays.
+    #[inline]
+    pub(crate) fn mark(&self, page: u64) -> bool {
+        let bit = 1 << (page % SECTION);
+        self.words
+            .get((page / SECTION) as usize)
+            .is_some_and(|word| word.fetch_or(bit, Ordering::AcqRel) & bit == 0)
+    }
+
+    /// The bits of a word as they are now.
+    #[inline]
+    pub(crate) fn read(&self, word: usize) -> u64 {
+        self.words.get(word).map_or(0, |word| word.load(Ordering::Relaxed))
+    }
+
+    /// Takes those bits of a word that `mask` has. What was there, and what is left.
+    ///
+    /// Acquire: entries that were made writable before their bits were set are seen writable by the protection that
+    /// follows. A word that has none of the bits is only read: whoever marks one of them meanwhile is reported next
+    /// time.
+    #[inline]
+    pub(crate) fn take(&self, word: usize, mask: u64) -> Taken {
+        let Some(word) = self.words.get(word) else { return Taken { bits: 0, left: 0 } };
+        // Acquire: who finds bits taken by another collection finds that collection open.
+        let seen = word.load(Ordering::Acquire);
+        if seen & mask == 0 {
+            return Taken { bits: 0, left: seen };
+        }
+        let old = word.fetch_and(!mask, Ordering::AcqRel);
+        Taken { bits: old & mask, left: old & !mask }
+    }
+
+    /// The bits of a word that stand for pages.
+    pub(crate) fn valid(&self, word: u64) -> u64 {
+        valid(self.pages, word)
+    }
+}
+
+/// What [`Bitmap::take`] found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Taken {
+    /// The bits that were set and are clear now.
+    pub(crate) bits: u64,
+    /// The other bits, as they were.
+    pub(crate) left: u64,
+}
+
+fn valid(pages: u64, word: u64) -> u64 {
+    match pages.saturating_sub(word * SECTION) {
+        0 => 0,
+        rest @ 1..SECTION => (1 << rest) - 1,
+        _ => u64::MAX,
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_beyond_the_last_page_are_never_set() {
+        let bitmap = Bitmap::new(67, true).unwrap();
+        assert_eq!((bitmap.words.len(), bitmap.read(0), bitmap.read(1)), (2, u64::MAX, 7));
+        assert_eq!((bitmap.valid(1), bitmap.valid(2)), (7, 0));
+    }
+
+    #[test]
+    fn taking_says_what_was_taken_and_what_is_left() {
+        let bitmap = Bitmap::new(64, false).unwrap();
+        assert!(bitmap.mark(5));
+        assert!(!bitmap.mark(5));
+        assert!(bitmap.mark(6));
+        assert!(!bitmap.mark(64));
+        assert_eq!(bitmap.take(0, 1 << 5 | 1), Taken { bits: 1 << 5, left: 1 << 6 });
+        assert_eq!(bitmap.take(0, 1 << 5), Taken { bits: 0, left: 1 << 6 });
+        assert_eq!(bitmap.take(0, u64::MAX), Taken { bits: 1 << 6, left: 0 });
+    }
+}

@@ -1,0 +1,105 @@
+//! Guest memory: what a hypervisor does with second-level page tables.
+//!
+//! An embedder makes a [`Vm`] on its machine, tells it where the guest's memory is ([`Vm::create_slot`]) and who backs
+//! it ([`Host`]), and hands it each fault of a vCPU ([`Vcpu::fault`]). It reads which pages were written
+//! ([`Vm::enable_log`], [`Vm::dirty_log`], [`Vm::clear_dirty_log`]), and says when it takes pages back
+//! ([`Vm::invalidate_begin`]).
+//!
+//! ```
+//! use slat::Gpa;
+//! use slat::format::arm::{K4, Stage2};
+//! # use slat_model as machine;
+//! use slat_vm::{
+//!     Access, Exit, Fault, FaultKind, Host, HostError, HostPage, Hva, LogMode, SlotConfig, Vm, VmOptions,
+//! };
+//! # use std::sync::Arc;
+//! # struct Memory(Arc<machine::HostMemory>);
+//!
+//! impl Host for Memory {
+//!     fn page(&self, hva: Hva, _: Access) -> Result<HostPage, HostError> {
+//!         let page = self.0.page(hva.0).ok_or(HostError::NotMapped)?;
+//!         let output = slat::Hpa(page.hpa.0 & !(page.size - 1));
+//!         Ok(HostPage { output, size: page.size, writable: true, device: false })
+//!     }
+//! }
+//!
+//! # let machine = machine::Model::builder().build()?;
+//! # let host = Memory(machine.host_memory(4 << 20, machine::Backing::AnonymousThp)?);
+//! // `machine` implements `slat::Machine`; `host` answers for 4 MiB.
+//! let vm = Vm::new(&machine, host, Stage2::<K4>::new(40)?, 7, VmOptions::default())?;
+//! let mut worker = vm.worker()?;
+//! let ram = SlotConfig::new(Gpa(0x4000_0000), 4 << 20, Hva(0));
+//! vm.create_slot(&mut worker, 0, ram)?;
+//!
+//! // On each vCPU's thread, whenever the guest faults:
+//! let mut vcpu = vm.vcpu()?;
+//! let fault = Fault { gpa: Gpa(0x4000_5008), access: Access::Write, kind: FaultKind::Translation };
+//! match vcpu.fault(&vm, fault)? {
+//!     Exit::Resume | Exit::Retry => { /* enter the guest again */ }
+//!     Exit::Mmio(access) => println!("emulate {access:?}"),
+//!     other => println!("tell the guest: {other:?}"),
+//! }
+//!
+//! // On a thread that migrates the guest, while it runs:
+//! vm.enable_log(&mut worker, 0, LogMode::Protect)?;
+//! vcpu.fault(&vm, Fault { kind: FaultKind::Permission, ..fault })?;
+//! let mut bitmap = vec![0; 1024 / 64];
+//! assert_eq!(vm.dirty_log(&mut worker, 0, &mut bitmap)?, 1);
+//! assert_eq!(bitmap[0], 1 << 5);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Who waits for whom
+//! Faults wait for nobody but the host: there is no lock on their path, and two vCPUs write nothing in common but the
+//! entry, and the word of the log, of a page that both want. What a worker does (collecting, splitting, taking pages
+//! back) runs at the same time as faults and as other workers' operations; changes of slots wait for each other. A
+//! worker waits for grace periods, each as long as the longest pin.
+//!
+//! # Where to read on
+//! Faults: what goes in and out in `exit.rs`, the path in `fault.rs`, and how large a leaf may be in `leaf.rs`. Slots: `slot.rs`, their versions in `slots.rs`, their
+//! changes in `memslots.rs`. The log: its bits in `bitmap.rs`, on and off in `log.rs`, reading it in `collect.rs`, what
+//! is protected together in `protect.rs`, eager split in `split.rs`. The host's invalidations: `invalidate.rs`, and what
+//! faults must know of them in `progress.rs`.
+#![cfg_attr(not(test), no_std)]
+
+extern crate alloc;
+
+mod address;
+mod bitmap;
+mod collect;
+mod exit;
+mod fault;
+mod heap;
+mod host;
+mod invalidate;
+mod leaf;
+mod lock;
+mod log;
+mod lookup;
+mod memslots;
+mod progress;
+mod protect;
+#[cfg(not(loom))]
+mod sabotage;
+#[cfg(loom)]
+pub mod sabotage;
+mod slot;
+mod slots;
+mod split;
+mod sync;
+mod vcpu;
+mod vm;
+mod worker;
+
+pub use address::Hva;
+pub use exit::{Abort, Exit, Fault, FaultError, FaultKind, Mmio, ReadOnly};
+pub use heap::OutOfMemory;
+pub use host::{Access, Host, HostError, HostPage};
+pub use invalidate::{Guard, InvalidateError};
+pub use log::{LogError, LogMode};
+pub use lookup::LookUpError;
+pub use memslots::Slot;
+pub use slot::{SlotConfig, SlotError, SlotId};
+pub use vcpu::{Vcpu, VcpuStatistics};
+pub use vm::{OtherMachine, Vm, VmError, VmOptions};
+pub use worker::{Worker, WorkerStatistics};

@@ -1,0 +1,77 @@
+//! Looking up where a guest's page is, and using it while it is certain to stay there.
+
+use core::fmt;
+
+use slat::{Error, Format, Gpa, GpaRange, Hpa, Lookup, Machine, Participant};
+
+use crate::sabotage::{Skip, skips};
+use crate::{Host, OtherMachine, Vm};
+
+/// Why there is no page to use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum LookUpError {
+    /// Nothing is mapped there: a fault would ask the host.
+    NotMapped,
+    /// The entry is being changed, or the host takes the page back: look again, unpinned in between.
+    Retry,
+    /// The address is larger than the guest's are.
+    OutOfRange {
+        /// The first address that is too large.
+        limit: Gpa,
+    },
+    /// The participant belongs to another machine than this VM.
+    OtherMachine,
+}
+
+impl fmt::Display for LookUpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotMapped => f.write_str("nothing is mapped at this guest address"),
+            Self::Retry => f.write_str("the page is being changed or taken back: look again"),
+            Self::OutOfRange { limit } => write!(f, "guest addresses end below {limit}"),
+            Self::OtherMachine => OtherMachine.fmt(f),
+        }
+    }
+}
+
+impl core::error::Error for LookUpError {}
+
+impl From<OtherMachine> for LookUpError {
+    fn from(_: OtherMachine) -> Self {
+        Self::OtherMachine
+    }
+}
+
+impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
+    /// Calls `f` with the host-physical address behind `gpa`, and whether the guest may write there. During the call,
+    /// and no longer, the page belongs to the guest: who takes it back waits. `f` runs pinned: it must neither allocate
+    /// nor block. Costs a pin and a descent.
+    ///
+    /// # Errors
+    /// [`LookUpError`]; `f` was not called then.
+    pub fn look_up<T>(
+        &self,
+        who: &Participant<'_, M>,
+        gpa: Gpa,
+        f: impl FnOnce(Hpa, bool) -> T,
+    ) -> Result<T, LookUpError> {
+        self.admit(who.machine())?;
+        let pin = who.pin();
+        let sample = self.progress.sample();
+        let found = self.tree().look_up(&pin, gpa).map_err(|error| match error {
+            Error::OutOfRange { limit } => LookUpError::OutOfRange { limit },
+            _ => LookUpError::Retry,
+        })?;
+        let Lookup::Mapped { output, template, .. } = found else {
+            return Err(LookUpError::NotMapped);
+        };
+        // Rule 7: between the grace period of an invalidation and its unmap, the entry is still there.
+        let byte = GpaRange::new(gpa, 1);
+        let untouched = byte.is_some_and(|byte| self.progress.untouched(&pin, sample, byte));
+        if !untouched && !skips(Skip::LookUp) {
+            return Err(LookUpError::Retry);
+        }
+        Ok(f(output, self.tree().attributes(template).write))
+    }
+}

@@ -1,0 +1,155 @@
+//! Which pages of a log are write-protected together: as few walks and invalidations as the bits allow.
+//!
+//! A collection says for each word of 64 pages what it took and what it left. Where nothing is left, every page of the
+//! word is either taken just now or was protected before, so the word can be protected as part of a longer stretch: one
+//! walk, one invalidation, and entries that are read-only already cost a load. Words between such ones that have no
+//! bits are walked over too, up to a limit. Where bits are left, their pages must stay writable, or they would fault
+//! once more than they have to: these words are protected by mask.
+
+use slat::{Format, Gpa, GpaRange, Machine};
+
+use crate::bitmap::{SECTION, Taken};
+use crate::vm::block_sizes;
+use crate::{Host, Vm, Worker};
+
+/// Words without bits that a stretch goes over: looking at 64 entries costs much less than an invalidation.
+const GAP: u64 = 64;
+
+/// What happens to blocks before they are protected.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Split {
+    /// Nothing: the pages around those that are protected are read-only anyway.
+    Nothing,
+    /// Those that reach beyond what is protected are split, so that the rest stays writable.
+    Edges,
+    /// All are split, this many bytes at a time.
+    Chunks(u64),
+}
+
+/// The stretch that has grown so far.
+pub(crate) struct Protector<'a, 'm, F: Format, M: Machine, H: Host> {
+    vm: &'a Vm<'m, F, M, H>,
+    worker: &'a mut Worker<'m, M>,
+    slot: GpaRange,
+    split: Split,
+    stretch: Option<(u64, u64)>,
+}
+
+impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
+    pub(crate) fn new(
+        vm: &'a Vm<'m, F, M, H>,
+        worker: &'a mut Worker<'m, M>,
+        slot: GpaRange,
+        split: Split,
+    ) -> Self {
+        Self { vm, worker, slot, split, stretch: None }
+    }
+
+    /// The worker, between two words.
+    pub(crate) fn worker(&mut self) -> &mut Worker<'m, M> {
+        self.worker
+    }
+
+    /// The next word, in order: what was taken out of it.
+    ///
+    /// # Errors
+    /// What the tree refused.
+    #[inline]
+    pub(crate) fn word(&mut self, word: u64, taken: Taken) -> Result<(), slat::Error> {
+        match (taken.bits, taken.left) {
+            (0, 0) => Ok(()),
+            (0, _) => self.finish(),
+            (_, 0) => self.whole(word),
+            (bits, _) => {
+                self.finish()?;
+                self.masked(word, bits)
+            }
+        }
+    }
+
+    fn whole(&mut self, word: u64) -> Result<(), slat::Error> {
+        match &mut self.stretch {
+            Some((_, end)) if word - *end <= GAP => *end = word + 1,
+            _ => {
+                self.finish()?;
+                self.stretch = Some((word, word + 1));
+            }
+        }
+        Ok(())
+    }
+
+    /// Protects the stretch that has grown so far.
+    ///
+    /// # Errors
+    /// What the tree refused.
+    pub(crate) fn finish(&mut self) -> Result<(), slat::Error> {
+        let Some((first, end)) = self.stretch.take() else { return Ok(()) };
+        let start = self.address(first);
+        let end = self.address(end).min(self.slot.end().0);
+        let Some(range) = GpaRange::new(Gpa(start), end.saturating_sub(start)) else {
+            return Ok(());
+        };
+        match self.split {
+            Split::Nothing => {}
+            Split::Chunks(chunk) => {
+                self.vm.split_in_chunks(self.worker, (start, end), chunk);
+            }
+            Split::Edges => {
+                let page = self.page_size();
+                self.split_edge(start, start);
+                self.split_edge(end, end - page);
+            }
+        }
+        self.vm.protect(self.worker, range)
+    }
+
+    /// If `edge` may lie inside of a block, splits the one that `page` is part of.
+    fn split_edge(&mut self, edge: u64, page: u64) {
+        let largest = block_sizes(self.vm.tree().format()).max().unwrap_or(1);
+        if edge & (largest - 1) != 0
+            && let Some(page) = GpaRange::new(Gpa(page), self.page_size())
+        {
+            self.vm.split_part(self.worker, page);
+        }
+    }
+
+    fn masked(&mut self, word: u64, bits: u64) -> Result<(), slat::Error> {
+        let first = self.address(word);
+        let page = self.page_size();
+        let skip = u64::from(bits.trailing_zeros());
+        let pages = SECTION - skip - u64::from(bits.leading_zeros());
+        // Without memory the block is protected as a whole: more faults, nothing lost.
+        if let Some(range) = GpaRange::new(Gpa(first + skip * page), pages * page) {
+            self.vm.split_part(self.worker, range);
+        }
+        for tree in self.vm.trees() {
+            let Worker { participant, statistics, .. } = &mut *self.worker;
+            statistics.protected +=
+                tree.write_protect_mask(participant, Gpa(first), bits, |_| {})?;
+        }
+        Ok(())
+    }
+
+    fn address(&self, word: u64) -> u64 {
+        self.slot.start().0 + word * SECTION * self.page_size()
+    }
+
+    fn page_size(&self) -> u64 {
+        self.vm.tree().geometry().page_size()
+    }
+}
+
+impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
+    /// Write-protects a range in every tree.
+    pub(crate) fn protect(
+        &self,
+        worker: &mut Worker<'m, M>,
+        range: GpaRange,
+    ) -> Result<(), slat::Error> {
+        for tree in self.trees() {
+            let leaves = tree.write_protect(&worker.participant, range, |_| {})?;
+            worker.statistics.protected += leaves;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,568 @@
+//! The dirty log: no write is lost, and nothing is asked of the guest that is not needed.
+
+mod guest;
+
+use guest::*;
+use slat::{Event, Gpa};
+use slat_model::Backing;
+use slat_vm::{Access, Exit, Hva, LogError, LogMode, SlotConfig, VmOptions, Worker};
+
+const ALL_SET: LogMode = LogMode::Manual { initially_all_set: true };
+const MANUAL: LogMode = LogMode::Manual { initially_all_set: false };
+
+fn clear<'m>(
+    vm: &TestVm<'m>,
+    worker: &mut Worker<'m, Watched>,
+    first: u64,
+    pages: u64,
+    mask: &[u64],
+) -> u64 {
+    vm.clear_dirty_log(worker, 0, first, pages, mask).unwrap()
+}
+
+#[test]
+fn protect_mode_reports_each_written_page_once_and_protects_it_again() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) =
+        vm_with_slot(&machine, 4 * BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    let pages = 4 * BLOCK / PAGE;
+    for page in 0..pages {
+        guest.write(page * PAGE, page);
+    }
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    assert_eq!(collect(&vm, &mut worker, 0, pages), []);
+    let written = [0, 1, 63, 64, 511, 512, 1000, pages - 1];
+    for page in written {
+        assert_eq!(guest.write(page * PAGE, 7), 1);
+        assert_eq!(guest.write(page * PAGE, 8), 0);
+        guest.read((page ^ 2) * PAGE);
+    }
+    assert_eq!(guest.vcpu.statistics().marked, 8);
+    assert_eq!(collect(&vm, &mut worker, 0, pages), written);
+    assert_eq!(collect(&vm, &mut worker, 0, pages), []);
+    assert_eq!(guest.write(0, 9), 1);
+    assert_eq!(collect(&vm, &mut worker, 0, pages), [0]);
+    vm.disable_log(&mut worker, 0).unwrap();
+    assert_eq!(vm.dirty_log(&mut worker, 0, &mut []), Err(LogError::NotEnabled));
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_page_that_is_only_read_under_a_log_stays_read_only_and_clean() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, HUGE_2M, VmOptions::default());
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    guest.read(3 * PAGE);
+    guest.execute(4 * PAGE);
+    assert_eq!(found(&vm, &worker, 3 * PAGE).map(|f| (f.level, f.write)), Some((LAST, false)));
+    assert!(!writable(&vm, &worker, 4 * PAGE));
+    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    guest.write(3 * PAGE, 1);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [3]);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn one_write_to_a_read_only_block_makes_one_page_writable_in_one_fault() {
+    let machine = Watched::new(1);
+    for (backing, level) in [(HUGE_2M, 2), (HUGE_1G, 1)] {
+        let (vm, mut worker) = vm_with_slot(&machine, GIB, backing, VmOptions::default());
+        let mut guest = Guest::new(&vm, 0);
+        guest.write(0, 1);
+        vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+        assert_eq!(found(&vm, &worker, 0).map(|f| (f.level, f.write)), Some((level, false)));
+        assert_eq!(guest.write(5 * PAGE, 1), 1);
+        for page in 0..512 {
+            let at = found(&vm, &worker, page * PAGE).unwrap();
+            assert_eq!((at.level, at.write), (LAST, page == 5));
+        }
+        assert_eq!(collect(&vm, &mut worker, 0, GIB / PAGE), [5]);
+        drop(guest);
+        finish(vm, vec![worker]);
+    }
+}
+
+#[test]
+fn without_initially_all_set_manual_mode_protects_everything_at_enable() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    guest.write(PAGE, 1);
+    vm.enable_log(&mut worker, 0, MANUAL).unwrap();
+    assert!(!writable(&vm, &worker, PAGE));
+    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    guest.write(PAGE, 2);
+    // Collecting copies; only clearing protects.
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
+    assert!(writable(&vm, &worker, PAGE));
+    assert_eq!(clear(&vm, &mut worker, 0, 64, &[0b110]), 1);
+    assert!(!writable(&vm, &worker, PAGE));
+    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn initially_all_set_protects_nothing_at_enable_and_every_bit_is_one() {
+    let machine = Watched::new(1);
+    for options in [VmOptions::default(), eager(BLOCK)] {
+        let vm = vm(&machine, 2 * BLOCK, HUGE_2M, options);
+        let mut worker = vm.worker().unwrap();
+        let pages = 512 + 67;
+        vm.create_slot(&mut worker, 0, SlotConfig::new(Gpa(0), pages * PAGE, Hva(0))).unwrap();
+        let mut guest = Guest::new(&vm, 0);
+        guest.write(0, 1);
+        let before = machine.model.counters();
+        vm.enable_log(&mut worker, 0, ALL_SET).unwrap();
+        let after = machine.model.counters();
+        assert_eq!((after.waits, after.publishes), (before.waits, before.publishes));
+        assert_eq!(found(&vm, &worker, 0).map(|f| (f.level, f.write)), Some((2, true)));
+        assert_eq!(guest.write(BLOCK - 8, 1), 0);
+        assert_eq!(collect(&vm, &mut worker, 0, pages), (0..pages).collect::<Vec<_>>());
+        drop(guest);
+        finish(vm, vec![worker]);
+    }
+}
+
+#[test]
+fn clearing_one_page_of_a_block_protects_that_page_and_no_other() {
+    let machine = Watched::new(1);
+    for options in [VmOptions::default(), eager(BLOCK)] {
+        for page in [0, 5, 63, 64, 300, 511] {
+            let (vm, mut worker) = vm_with_slot(&machine, 2 * BLOCK, HUGE_2M, options);
+            let mut guest = Guest::new(&vm, 0);
+            guest.write(0, 1);
+            guest.write(BLOCK, 1);
+            vm.enable_log(&mut worker, 0, ALL_SET).unwrap();
+            assert_eq!(clear(&vm, &mut worker, page & !63, 64, &[1 << (page % 64)]), 1);
+            for other in 0..512 {
+                let at = found(&vm, &worker, other * PAGE).unwrap();
+                assert_eq!((at.level, at.write), (LAST, other != page), "{page} {other}");
+            }
+            assert_eq!(level(&vm, &worker, BLOCK), Some(2));
+            assert_eq!(guest.write((page ^ 1) * PAGE, 1), 0);
+            assert_eq!(guest.write(page * PAGE, 1), 1);
+            drop(guest);
+            finish(vm, vec![worker]);
+        }
+    }
+}
+
+#[test]
+fn clearing_whole_words_leaves_the_pages_around_them_writable() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, GIB, HUGE_1G, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    guest.write(0, 1);
+    vm.enable_log(&mut worker, 0, ALL_SET).unwrap();
+    // From the middle of one 2M block to the middle of the third.
+    let (first, pages) = (256, 1024);
+    assert_eq!(clear(&vm, &mut worker, first, pages, &[u64::MAX; 16]), pages);
+    for page in [0, 255, 256, 600, 1279, 1280, 2000, 262_143] {
+        let protected = (first..first + pages).contains(&page);
+        assert_eq!(writable(&vm, &worker, page * PAGE), !protected, "{page}");
+    }
+    // Without eager split, what is protected whole stays a block.
+    assert_eq!(level(&vm, &worker, BLOCK), Some(2));
+    assert_eq!(worker.participant().counters.splits.get(), 3);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn pages_between_cleared_words_whose_bits_stay_set_stay_writable() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, HUGE_2M, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    guest.write(0, 1);
+    vm.enable_log(&mut worker, 0, ALL_SET).unwrap();
+    let mask = [u64::MAX, 0, u64::MAX, !1, 0, 0, u64::MAX, 0];
+    assert_eq!(clear(&vm, &mut worker, 0, 512, &mask), 3 * 64 + 63);
+    for page in 0..512 {
+        let cleared = mask[(page / 64) as usize] >> (page % 64) & 1 == 1;
+        assert_eq!(writable(&vm, &worker, page * PAGE), !cleared, "{page}");
+    }
+    // Now that some are clear, the words between are walked over: what was read-only stays so.
+    assert_eq!(clear(&vm, &mut worker, 0, 512, &[u64::MAX; 8]), 512 - 3 * 64 - 63);
+    assert!((0..512).all(|page| !writable(&vm, &worker, page * PAGE)));
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_fault_that_finds_the_page_writable_marks_it_too() {
+    let machine = Watched::new(2);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let (mut first, mut second) = (Guest::new(&vm, 0), Guest::new(&vm, 1));
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    second.read(PAGE);
+    let (vm_ref, worker_ref, second_ref) = (&vm, &mut worker, &mut second);
+    // The first has just made the entry writable, and not marked it yet.
+    machine.interrupt(
+        |event| matches!(event, Event::Exchange { done: true, .. }),
+        move || {
+            second_ref.write(PAGE, 2);
+            assert_eq!(collect(vm_ref, worker_ref, 0, 512), [1]);
+        },
+    );
+    first.write(PAGE, 1);
+    assert!(machine.calm());
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
+    drop((first, second));
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn only_pages_whose_bit_was_set_are_protected_by_a_clear() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    vm.enable_log(&mut worker, 0, MANUAL).unwrap();
+    for page in [1, 2, 70] {
+        guest.write(page * PAGE, 1);
+    }
+    let before = worker.participant().counters.exchanged.get();
+    assert_eq!(clear(&vm, &mut worker, 0, 512, &[0b10, 0, 0, 0, 0, 0, 0, 0]), 1);
+    assert_eq!(worker.participant().counters.exchanged.get(), before + 1);
+    assert!(!writable(&vm, &worker, PAGE) && writable(&vm, &worker, 2 * PAGE));
+    assert!(writable(&vm, &worker, 70 * PAGE));
+    // Bits that are clear already cost nothing.
+    let before = machine.model.counters();
+    assert_eq!(clear(&vm, &mut worker, 64, 64, &[1 << 7]), 0);
+    assert_eq!(machine.model.counters(), before);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [2, 70]);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn sections_of_a_slot_that_ends_in_the_middle_of_a_word() {
+    let machine = Watched::new(1);
+    let vm = vm(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut worker = vm.worker().unwrap();
+    vm.create_slot(&mut worker, 0, SlotConfig::new(Gpa(0), 67 * PAGE, Hva(0))).unwrap();
+    // The neighbour must not be touched by what lies beyond the end.
+    vm.create_slot(&mut worker, 1, SlotConfig::new(Gpa(67 * PAGE), 5 * PAGE, Hva(67 * PAGE)))
+        .unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    for page in 0..72 {
+        guest.write(page * PAGE, 1);
+    }
+    vm.enable_log(&mut worker, 0, ALL_SET).unwrap();
+    let mut try_clear =
+        |first, pages, words: &[u64]| vm.clear_dirty_log(&mut worker, 0, first, pages, words);
+    assert_eq!(try_clear(65, 2, &[3]), Err(LogError::FirstPage));
+    assert_eq!(try_clear(1, 0, &[]), Err(LogError::FirstPage));
+    assert_eq!(try_clear(0, 63, &[1]), Err(LogError::PageCount));
+    assert_eq!(try_clear(0, 65, &[1, 1]), Err(LogError::PageCount));
+    assert_eq!(try_clear(64, 2, &[1]), Err(LogError::PageCount));
+    assert_eq!(try_clear(64, 4, &[1]), Err(LogError::BeyondEnd { pages: 67 }));
+    assert_eq!(try_clear(128, 0, &[]), Err(LogError::BeyondEnd { pages: 67 }));
+    assert_eq!(try_clear(128, 64, &[1]), Err(LogError::BeyondEnd { pages: 67 }));
+    assert_eq!(try_clear(0, u64::MAX, &[1]), Err(LogError::BeyondEnd { pages: 67 }));
+    assert_eq!(try_clear(u64::MAX - 63, 64, &[1]), Err(LogError::BeyondEnd { pages: 67 }));
+    assert_eq!(try_clear(64, 3, &[1, 1]), Err(LogError::BitmapLength { words: 1 }));
+    assert_eq!(try_clear(64, 3, &[]), Err(LogError::BitmapLength { words: 1 }));
+    assert_eq!(try_clear(0, 0, &[]), Ok(0));
+    // Bits beyond the end are ignored.
+    assert_eq!(try_clear(64, 3, &[u64::MAX << 1]), Ok(2));
+    assert_eq!(vm.dirty_log(&mut worker, 0, &mut [0; 1]), Err(LogError::BitmapLength { words: 2 }));
+    assert_eq!(vm.dirty_log(&mut worker, 0, &mut [0; 3]), Err(LogError::BitmapLength { words: 2 }));
+    assert_eq!(collect(&vm, &mut worker, 0, 67), (0..65).collect::<Vec<_>>());
+    for page in 60..72 {
+        assert_eq!(writable(&vm, &worker, page * PAGE), page != 65 && page != 66, "{page}");
+    }
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn clearing_a_section_reads_no_more_of_the_bitmap_than_the_section() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) =
+        vm_with_slot(&machine, 4096 * PAGE, Backing::Anonymous, VmOptions::default());
+    vm.enable_log(&mut worker, 0, ALL_SET).unwrap();
+    // One word is all there is to read.
+    assert_eq!(clear(&vm, &mut worker, 1024, 64, &[u64::MAX; 1]), 64);
+    let left: Vec<_> = (0..4096).filter(|page| !(1024..1088).contains(page)).collect();
+    assert_eq!(collect(&vm, &mut worker, 0, 4096), left);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn eager_split_at_enable_leaves_no_block_and_changes_no_translation() {
+    let machine = Watched::new(1);
+    for chunk in [BLOCK, GIB] {
+        let (vm, mut worker) = vm_with_slot(&machine, GIB, HUGE_2M, eager(chunk));
+        let mut guest = Guest::new(&vm, 0);
+        for block in 0..64 {
+            guest.write(block * BLOCK + 8 * block, block + 1);
+        }
+        vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+        assert_eq!(worker.statistics().eager_splits, 64);
+        for block in 0..64 {
+            let at = found(&vm, &worker, block * BLOCK).unwrap();
+            assert_eq!((at.level, at.write), (LAST, false));
+            assert_eq!(guest.cpu.read(Gpa(block * BLOCK + 8 * block)), Ok(block + 1));
+        }
+        drop(guest);
+        finish(vm, vec![worker]);
+    }
+}
+
+#[test]
+fn eager_split_at_clear_splits_the_section_and_nothing_else() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, 4 * BLOCK, HUGE_2M, eager(BLOCK));
+    let mut guest = Guest::new(&vm, 0);
+    for block in 0..4 {
+        guest.write(block * BLOCK, 1);
+    }
+    vm.enable_log(&mut worker, 0, ALL_SET).unwrap();
+    clear(&vm, &mut worker, 512, 1024, &[u64::MAX; 16]);
+    let levels: Vec<_> = (0..4).map(|block| level(&vm, &worker, block * BLOCK).unwrap()).collect();
+    assert_eq!(levels, [2, 3, 3, 2]);
+    assert_eq!((worker.statistics().eager_splits, worker.statistics().protected), (2, 1024));
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn one_stretch_of_written_pages_costs_one_invalidation() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) =
+        vm_with_slot(&machine, 16 * BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    let pages = 16 * BLOCK / PAGE;
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    for page in 0..pages {
+        guest.write(page * PAGE, page);
+    }
+    let before = worker.participant().counters.invalidations.get();
+    assert_eq!(collect(&vm, &mut worker, 0, pages).len() as u64, pages);
+    assert_eq!(worker.participant().counters.invalidations.get(), before + 1);
+    // Two pages far from each other: two stretches. Near each other: one.
+    guest.write(0, 1);
+    guest.write((pages - 1) * PAGE, 1);
+    assert_eq!(collect(&vm, &mut worker, 0, pages), [0, pages - 1]);
+    assert_eq!(worker.participant().counters.invalidations.get(), before + 3);
+    guest.write(0, 1);
+    guest.write(1000 * PAGE, 1);
+    assert_eq!(collect(&vm, &mut worker, 0, pages), [0, 1000]);
+    assert_eq!(worker.participant().counters.invalidations.get(), before + 4);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_slot_that_stops_logging_collapses_again_but_never_beyond_its_ends() {
+    let machine = Watched::new(1);
+    let vm = vm(&machine, 8 * BLOCK, HUGE_2M, VmOptions::default());
+    let mut worker = vm.worker().unwrap();
+    let (start, size) = (BLOCK / 2, 2 * BLOCK);
+    vm.create_slot(&mut worker, 0, SlotConfig::new(Gpa(start), size, Hva(start))).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    let tables = |round| {
+        let _ = round;
+        machine.model.counters().tables_in_use
+    };
+    guest.write(BLOCK, 1);
+    guest.write(start, 1);
+    guest.write(start + size - PAGE, 1);
+    let mut before = None;
+    for round in 0..100 {
+        vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+        guest.write(BLOCK + 9 * PAGE, round);
+        guest.write(start, round);
+        assert_eq!(level(&vm, &worker, BLOCK), Some(LAST));
+        vm.disable_log(&mut worker, 0).unwrap();
+        guest.write(BLOCK + 11 * PAGE, round);
+        guest.write(start + PAGE, round);
+        guest.write(start + size - PAGE, round);
+        assert_eq!(found(&vm, &worker, BLOCK).map(|f| (f.level, f.write)), Some((2, true)));
+        for gpa in [start, start + PAGE, start + size - PAGE] {
+            assert_eq!(level(&vm, &worker, gpa), Some(LAST));
+        }
+        assert_eq!(level(&vm, &worker, start - PAGE), None);
+        vm.tree().reclaim(worker.parts().0);
+        let now = tables(round);
+        assert_eq!(*before.get_or_insert(now), now, "round {round}");
+    }
+    assert!(guest.vcpu.statistics().collapsed >= 100);
+    assert_eq!(guest.cpu.read(Gpa(BLOCK + 9 * PAGE)), Ok(99));
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn an_executable_page_becomes_part_of_a_block_that_is_not_executable_until_it_is_synced() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, 2 * BLOCK, HUGE_2M, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    guest.execute(3 * PAGE);
+    let page = found(&vm, &worker, 3 * PAGE).unwrap();
+    assert!(page.execute && page.level == LAST);
+    assert_eq!(*machine.synced.lock().unwrap(), [(slat::Hpa(page.output), PAGE)]);
+    vm.disable_log(&mut worker, 0).unwrap();
+    guest.write(4 * PAGE, 1);
+    let block = found(&vm, &worker, 0).unwrap();
+    assert_eq!((block.level, block.execute), (2, false));
+    // The rest of the block became visible to the guest: cleaned as a whole.
+    assert_eq!(machine.cleaned.lock().unwrap().last(), Some(&(slat::Hpa(block.output), BLOCK)));
+    assert_eq!(machine.synced.lock().unwrap().len(), 1);
+    guest.execute(3 * PAGE);
+    assert!(found(&vm, &worker, 0).unwrap().execute);
+    assert_eq!(machine.synced.lock().unwrap().last(), Some(&(slat::Hpa(block.output), BLOCK)));
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_read_only_slot_has_a_log_that_stays_empty_and_keeps_its_blocks() {
+    let machine = Watched::new(1);
+    let vm = vm(&machine, BLOCK, HUGE_2M, VmOptions::default());
+    let mut worker = vm.worker().unwrap();
+    let config = SlotConfig { read_only: true, ..SlotConfig::new(Gpa(0), BLOCK, Hva(0)) };
+    vm.create_slot(&mut worker, 0, config).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    vm.enable_log(&mut worker, 0, ALL_SET).unwrap();
+    guest.read(0);
+    assert_eq!(level(&vm, &worker, 0), Some(2));
+    assert!(matches!(guest.fault(0, Access::Write), Exit::Mmio(_)));
+    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn what_cannot_be_asked_of_a_log_is_refused() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, HUGE_2M, VmOptions::default());
+    assert_eq!(vm.enable_log(&mut worker, 1, LogMode::Protect), Err(LogError::NoSlot));
+    assert_eq!(vm.disable_log(&mut worker, 1), Err(LogError::NoSlot));
+    assert_eq!(vm.disable_log(&mut worker, 0), Err(LogError::NotEnabled));
+    assert_eq!(vm.dirty_log(&mut worker, 1, &mut [0; 8]), Err(LogError::NoSlot));
+    assert_eq!(vm.clear_dirty_log(&mut worker, 0, 0, 64, &[1]), Err(LogError::NotEnabled));
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    assert_eq!(vm.enable_log(&mut worker, 0, MANUAL), Err(LogError::Enabled));
+    assert_eq!(vm.slot(&worker, 0).map(|slot| slot.logged), Some(true));
+    vm.delete_slot(&mut worker, 0).unwrap();
+    assert_eq!(vm.dirty_log(&mut worker, 0, &mut [0; 8]), Err(LogError::NoSlot));
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_write_between_taking_the_bits_and_protecting_the_pages_is_not_lost() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    guest.write(PAGE, 1);
+    // The first write-protecting operation begins after the bits were taken.
+    let when = |event| event == Event::Begin;
+    let guest_ref = &mut guest;
+    machine.interrupt(when, move || {
+        // To a page that is still writable: the content of the page that is copied after the collection.
+        guest_ref.cpu.write(Gpa(PAGE), 2).unwrap();
+        // To a page that is not.
+        guest_ref.write(2 * PAGE, 2);
+    });
+    let first = collect(&vm, &mut worker, 0, 512);
+    assert!(machine.calm());
+    assert_eq!(first, [1]);
+    assert!(!writable(&vm, &worker, PAGE));
+    assert_eq!(guest.write(PAGE, 3), 1);
+    let second = collect(&vm, &mut worker, 0, 512);
+    assert!(second.contains(&1) && second.contains(&2));
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_collection_protects_what_another_has_taken_and_not_yet_protected() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut other = vm.worker().unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    guest.write(PAGE, 1);
+    let (vm_ref, other_ref) = (&vm, &mut other);
+    machine.interrupt(
+        |event| event == Event::Begin,
+        move || {
+            assert_eq!(collect(vm_ref, other_ref, 0, 512), []);
+            // It has returned: the page has no bit, so it must not be writable.
+            assert!(!writable(vm_ref, other_ref, PAGE));
+        },
+    );
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
+    assert!(machine.calm());
+    drop(guest);
+    finish(vm, vec![worker, other]);
+}
+
+#[test]
+fn a_fault_that_read_log_off_installs_nothing_once_the_log_is_on() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, HUGE_2M, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    vm.host().once(|| vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap());
+    assert_eq!(guest.fault(PAGE, Access::Write), Exit::Retry);
+    assert_eq!(level(&vm, &worker, PAGE), None);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    guest.write(PAGE, 1);
+    assert_eq!(level(&vm, &worker, PAGE), Some(LAST));
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_fault_that_fails_or_retries_marks_nothing() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    machine.model.fail_after(0);
+    let fault = guest.cpu.write(Gpa(PAGE), 1).unwrap_err();
+    let result = guest.vcpu.fault(&vm, translate(fault));
+    assert!(matches!(result, Err(slat_vm::FaultError::NoMemory(_))), "{result:?}");
+    machine.model.stop_failing();
+    let mut other = vm.worker().unwrap();
+    vm.host().once(|| drop(vm.invalidate_begin(&mut other, &[range(PAGE, PAGE)]).unwrap()));
+    assert_eq!(guest.fault(PAGE, Access::Write), Exit::Retry);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    guest.write(PAGE, 1);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
+    drop(guest);
+    finish(vm, vec![worker, other]);
+}
+
+#[test]
+fn a_log_that_goes_away_during_a_collection_is_said_to_be_gone() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut other = vm.worker().unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    guest.write(PAGE, 1);
+    let (vm_ref, other_ref) = (&vm, &mut other);
+    machine.interrupt(
+        |event| event == Event::Begin,
+        move || {
+            vm_ref.disable_log(other_ref, 0).unwrap();
+            vm_ref.enable_log(other_ref, 0, LogMode::Protect).unwrap();
+        },
+    );
+    assert_eq!(vm.dirty_log(&mut worker, 0, &mut [0; 8]), Err(LogError::Gone));
+    assert!(machine.calm());
+    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    drop(guest);
+    finish(vm, vec![worker, other]);
+}

@@ -1,0 +1,326 @@
+//! A machine for loom: tables made of loom's atomics, and CPUs with the worst TLBs that Arm permits.
+//!
+//! A violation does not panic where it is seen, since half of an operation would then be unwound outside of loom's
+//! control. It is remembered, the execution goes on to its end (freed tables stay readable until then), and
+//! [`World`](crate::world::World) reports it there.
+#![expect(unsafe_code, reason = "a machine promises that its tables are what it says")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock};
+
+use loom::cell::UnsafeCell;
+use loom::thread::ThreadId;
+use slat::maintenance::{Features, Instruction};
+use slat::{Entry, Event, Format, Gpa, Hpa, Machine, Slot, sabotage, sync};
+
+use crate::format::{PAGE, Tiny};
+use crate::tlb::{Cached, Cover, Tlb};
+use crate::world::Model;
+
+const ENTRIES: usize = 1 << Tiny::INDEX_BITS;
+/// More waits than any execution has in which somebody settles what is waited for.
+const PATIENCE: usize = 200;
+
+/// One table, with what loom needs to see that its last use comes before its end.
+struct Table {
+    entries: Box<[Entry]>,
+    freed: bool,
+    life: UnsafeCell<()>,
+}
+
+/// Table memory, CPUs, and what has gone wrong.
+///
+/// The locks of `std` are never held across an operation of loom, so they are never contended.
+pub(crate) struct Tables {
+    format: Tiny,
+    slots: Vec<Slot>,
+    memory: Mutex<Vec<Table>>,
+    root: OnceLock<Hpa>,
+    /// The TLB of each CPU. Holding its lock during a walk makes an invalidation wait for the walk, as `dsb` does.
+    tlbs: Vec<loom::sync::Mutex<Tlb>>,
+    /// Which thread is which CPU.
+    running: Mutex<Vec<(ThreadId, usize)>>,
+    /// Invalidations that no barrier has completed yet.
+    pending: Mutex<Vec<(ThreadId, Cover)>>,
+    waits: AtomicUsize,
+    violation: Mutex<Option<String>>,
+    features: Features,
+    /// Whether to print what happens.
+    trace: bool,
+}
+
+impl Tables {
+    pub(crate) fn new(format: Tiny, model: &Model, trace: bool) -> Self {
+        Self {
+            format,
+            slots: (0..3).map(|_| Slot::new()).collect(),
+            memory: Mutex::new(Vec::new()),
+            root: OnceLock::new(),
+            tlbs: (0..model.cpus).map(|_| loom::sync::Mutex::new(Tlb::default())).collect(),
+            running: Mutex::new(Vec::new()),
+            pending: Mutex::new(Vec::new()),
+            waits: AtomicUsize::new(0),
+            violation: Mutex::new(None),
+            features: Features { ttl: true, bbm_level: model.bbm_level, ..Features::default() },
+            trace,
+        }
+    }
+
+    /// Where the CPUs' walks begin.
+    pub(crate) fn set_root(&self, root: Hpa) {
+        self.root.set(root).unwrap();
+    }
+
+    /// The calling thread runs this CPU from now on: what is invalidated locally is invalidated there.
+    pub(crate) fn run_cpu(&self, cpu: usize) {
+        self.running.lock().unwrap().push((loom::thread::current().id(), cpu));
+    }
+
+    fn trace(&self, what: &dyn std::fmt::Debug) {
+        if self.trace {
+            println!("{:?}: {what:x?}", loom::thread::current().id());
+        }
+    }
+
+    /// Remembers what went wrong first.
+    pub(crate) fn violation(&self, what: &str) {
+        self.trace(&what);
+        self.violation.lock().unwrap().get_or_insert_with(|| what.to_owned());
+    }
+
+    /// What went wrong first, if anything did. Tables that were not freed are a violation too.
+    pub(crate) fn verdict(&self) -> Option<String> {
+        if self.memory.lock().unwrap().iter().any(|table| !table.freed) {
+            self.violation("a table was never freed");
+        }
+        self.violation.lock().unwrap().clone()
+    }
+
+    fn failed(&self) -> bool {
+        self.violation.lock().unwrap().is_some()
+    }
+
+    fn index(address: Hpa) -> usize {
+        (address.0 / PAGE - 1) as usize
+    }
+
+    /// The table at `address` is used.
+    fn used(&self, address: Hpa) {
+        if self.failed() {
+            return;
+        }
+        let memory = self.memory.lock().unwrap();
+        let table = &memory[Self::index(address)];
+        // loom panics if the table's end does not happen before or after this use.
+        let ordered = catch_unwind(AssertUnwindSafe(|| table.life.with(|_| ()))).is_ok();
+        let freed = table.freed;
+        drop(memory);
+        if freed || !ordered {
+            self.violation("a freed table was used");
+        }
+    }
+
+    /// The table at `address` ends.
+    fn ends(&self, address: Hpa) {
+        if self.failed() {
+            return;
+        }
+        let mut memory = self.memory.lock().unwrap();
+        let table = &mut memory[Self::index(address)];
+        let twice = std::mem::replace(&mut table.freed, true);
+        let ordered = catch_unwind(AssertUnwindSafe(|| table.life.with_mut(|_| ()))).is_ok();
+        drop(memory);
+        if twice {
+            self.violation("a table was freed twice");
+        }
+        if !ordered {
+            self.violation("a table was freed while it could still be used");
+        }
+        for tlb in &self.tlbs {
+            if Self::lock(tlb).reaches(address) {
+                self.violation("a table was freed while a TLB could still reach it");
+            }
+        }
+    }
+
+    fn entry(&self, table: Hpa, index: usize) -> &Entry {
+        self.used(table);
+        // SAFETY: tables are kept until the machine is dropped, and have `ENTRIES` entries.
+        unsafe { self.entries(table).add(index).as_ref() }
+    }
+
+    fn lock<'t>(tlb: &'t loom::sync::Mutex<Tlb>) -> loom::sync::MutexGuard<'t, Tlb> {
+        sync::turn();
+        tlb.lock().unwrap()
+    }
+
+    /// Clears what `covers` covers, on one CPU or on all.
+    fn invalidate(&self, cpu: Option<usize>, covers: &[Cover]) {
+        for (number, tlb) in self.tlbs.iter().enumerate() {
+            if cpu.is_none_or(|cpu| cpu == number) {
+                let mut tlb = Self::lock(tlb);
+                covers.iter().for_each(|cover| tlb.invalidate(cover));
+            }
+        }
+    }
+
+    fn later(&self, cover: Cover) {
+        self.pending.lock().unwrap().push((loom::thread::current().id(), cover));
+    }
+
+    /// A barrier completes this thread's invalidations.
+    fn complete(&self, cpu: Option<usize>) {
+        let me = loom::thread::current().id();
+        let mut pending = self.pending.lock().unwrap();
+        let mine = pending.extract_if(.., |(thread, _)| *thread == me);
+        let covers: Vec<Cover> = mine.map(|(_, cover)| cover).collect();
+        drop(pending);
+        if !covers.is_empty() {
+            self.invalidate(cpu, &covers);
+        }
+    }
+
+    /// One walk of the hardware, from the root or from what a walk cache remembers. Hardware may walk at any time for
+    /// any address, also for one that the TLB translates.
+    fn walk(&self, tlb: &mut Tlb, gpa: Gpa) -> bool {
+        let geometry = self.format.geometry();
+        let mut table = *self.root.get().unwrap();
+        let mut level = geometry.start();
+        loop {
+            let size = geometry.size(level);
+            let start = gpa.0 & !(size - 1);
+            let index = (gpa.0 / size) as usize % ENTRIES;
+            let entry = self.entry(table, index).read();
+            let remembered = tlb.table(level, gpa);
+            let next = if Tiny::is_table(entry, level) {
+                let next = self.format.next(entry);
+                let another_size = self.features.bbm_level < 2 && tlb.covers(gpa, level);
+                if remembered.is_some_and(|table| table != next) || another_size {
+                    self.violation("break-before-make: a table meets another translation in a TLB");
+                }
+                tlb.remember(level, start, size, next);
+                remembered.unwrap_or(next)
+            } else if Tiny::is_valid(entry) {
+                let output = self.format.output(entry, level);
+                let new = Cached { start, size, level, output, entry, table, index };
+                if remembered.is_some() || tlb.conflicts(&new, self.features.bbm_level) {
+                    self.violation("break-before-make: a leaf meets another translation in a TLB");
+                }
+                tlb.add(new);
+                return true;
+            } else if let Some(next) = remembered {
+                next
+            } else {
+                return false;
+            };
+            table = next;
+            level = level.below();
+        }
+    }
+
+    /// CPU `cpu` walks ahead of any use.
+    pub(crate) fn speculate(&self, cpu: usize, gpa: Gpa) {
+        self.walk(&mut Self::lock(&self.tlbs[cpu]), gpa);
+    }
+
+    /// A load or store by the guest. If its CPU translates it, `with` is called with the host address before any
+    /// invalidation can be complete. Whether it did; otherwise the access faults.
+    pub(crate) fn access(&self, cpu: usize, gpa: Gpa, write: bool, with: impl FnOnce(Hpa)) -> bool {
+        let mut tlb = Self::lock(&self.tlbs[cpu]);
+        let walked = self.walk(&mut tlb, gpa);
+        // A cached translation is used although a walk would find another by now.
+        let Some(cached) = tlb.leaf(gpa).or(walked) else { return false };
+        if write && !cached.writes() {
+            if !cached.writes_after_dirtying() {
+                return false;
+            }
+            let place = self.entry(cached.table, cached.index);
+            let dirty = cached.dirtied();
+            if place.update(cached.entry, dirty.entry).is_err() {
+                tlb.forget(gpa);
+                return false;
+            }
+            tlb.replace(dirty);
+        }
+        with(cached.translate(gpa));
+        true
+    }
+
+    /// Whether any CPU's TLB translates `gpa` in a way that `bad` says it must not.
+    pub(crate) fn caches(&self, gpa: Gpa, bad: impl Fn(&Cached) -> bool) -> bool {
+        self.tlbs.iter().any(|tlb| Self::lock(tlb).leaf(gpa).is_some_and(|leaf| bad(&leaf)))
+    }
+}
+
+// SAFETY: each table is a heap allocation of its own, is read and written through `entries` only, and stays until the
+// machine is dropped.
+unsafe impl Machine for Tables {
+    fn allocate(&self, tables: usize) -> Option<Hpa> {
+        assert_eq!(tables, 1);
+        let entries = (0..ENTRIES).map(|_| Entry::new()).collect();
+        let mut memory = self.memory.lock().unwrap();
+        memory.push(Table { entries, freed: false, life: UnsafeCell::new(()) });
+        Some(Hpa(memory.len() as u64 * PAGE))
+    }
+
+    unsafe fn free(&self, first: Hpa, _: usize) {
+        self.ends(first);
+    }
+
+    fn entries(&self, table: Hpa) -> NonNull<Entry> {
+        NonNull::from(&self.memory.lock().unwrap()[Self::index(table)].entries[0])
+    }
+
+    fn features(&self) -> Features {
+        self.features
+    }
+
+    fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    fn execute(&self, instruction: Instruction) {
+        self.trace(&instruction);
+        match instruction {
+            Instruction::TlbiIpas2e1is { ipa, level, .. }
+            | Instruction::TlbiIpas2e1 { ipa, level, .. } => {
+                self.later(Cover { start: ipa.0, size: PAGE, level });
+            }
+            Instruction::TlbiVmalls12e1is => {
+                self.later(Cover { start: 0, size: u64::MAX, level: None });
+            }
+            Instruction::DsbIsh => self.complete(None),
+            Instruction::DsbNsh => {
+                let me = loom::thread::current().id();
+                let running = self.running.lock().unwrap();
+                let cpu = running.iter().find(|(thread, _)| *thread == me).map(|&(_, cpu)| cpu);
+                drop(running);
+                // A thread that is no vCPU has no translations of the guest's.
+                self.complete(Some(cpu.unwrap_or(usize::MAX)));
+            }
+            _ => {}
+        }
+    }
+
+    fn relax(&self) {
+        if self.waits.fetch_add(1, Ordering::Relaxed) == PATIENCE {
+            self.violation("somebody waits for ever");
+            // So that the execution can end.
+            sabotage::leave_out(None);
+        }
+        loom::thread::yield_now();
+    }
+
+    fn observe(&self, event: Event) {
+        self.trace(&event);
+        match event {
+            Event::Load { entry } | Event::Store { entry, .. } | Event::Exchange { entry, .. } => {
+                self.used(Hpa(entry.0 & !(PAGE - 1)));
+            }
+            Event::Fill { table } => self.used(table),
+            _ => {}
+        }
+    }
+}
