@@ -44,13 +44,12 @@ for complete in "$cache"/*/complete; do
   fi
 done
 
-command -v apt-get >/dev/null && [ "$(dpkg --print-architecture)" = amd64 ] ||
+[ "$(dpkg --print-architecture 2>/dev/null)" = amd64 ] ||
   die "no ${targets[*]} here: rustup target add ${targets[*]}"
 say "no ${targets[*]} in this toolchain: taking Debian's rustc-web"
-candidate() { apt-cache policy rustc-web | awk '$1 == "Candidate:" && $2 != "(none)" { print $2 }'; }
-[ -n "$(candidate)" ] || again apt-get update -qq || true
-version=$(candidate)
-[ -n "$version" ] || die "Debian has no rustc-web here"
+again apt-get update -qq || say "going on with the package lists that are here"
+version=$(apt-cache policy rustc-web | awk '$1 == "Candidate:" && $2 != "(none)" { print $2 }')
+[ -n "$version" ] || die "no rustc-web in these package lists"
 upstream=${version%%+*}
 std=libstd-rust-web-${upstream%.*}
 llvm=$(apt-cache depends "$std=$version" | awk '$1 == "Depends:" && $2 ~ /^libllvm/ { print $2 }')
@@ -107,7 +106,7 @@ for target in "${targets[@]}"; do
 done
 
 cd "$cache"
-rm -rf "$tmp"/{target,cargo,crate,debs,usr/src,usr/share,usr/lib/rustlib/src} "${cache:?}/$version"
+rm -rf "${tmp:?}"/{target,cargo,crate,debs,usr/src,usr/share,usr/lib/rustlib/src} "${cache:?}/$version"
 touch "$tmp/complete"
 mv "$tmp" "$cache/$version"
 trap - EXIT

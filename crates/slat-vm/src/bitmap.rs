@@ -12,7 +12,6 @@ pub(crate) const SECTION: u64 = 64;
 #[derive(Debug)]
 pub(crate) struct Bitmap {
     words: Vec<AtomicU64>,
-    pages: u64,
 }
 
 impl Bitmap {
@@ -24,7 +23,7 @@ impl Bitmap {
             let word = if set { valid(pages, index) } else { 0 };
             words.push(AtomicU64::new(word));
         }
-        Ok(Self { words, pages })
+        Ok(Self { words })
     }
 
     /// Sets the bit of `page`. Whether it was clear.
@@ -63,11 +62,6 @@ impl Bitmap {
         let old = word.fetch_and(!mask, Ordering::AcqRel);
         Taken { bits: old & mask, left: old & !mask }
     }
-
-    /// The bits of a word that stand for pages.
-    pub(crate) fn valid(&self, word: u64) -> u64 {
-        valid(self.pages, word)
-    }
 }
 
 /// What [`Bitmap::take`] found.
@@ -79,6 +73,7 @@ pub(crate) struct Taken {
     pub(crate) left: u64,
 }
 
+/// The bits of a word that stand for pages.
 fn valid(pages: u64, word: u64) -> u64 {
     match pages.saturating_sub(word * SECTION) {
         0 => 0,
@@ -95,7 +90,6 @@ mod tests {
     fn bits_beyond_the_last_page_are_never_set() {
         let bitmap = Bitmap::new(67, true).unwrap();
         assert_eq!((bitmap.words.len(), bitmap.read(0), bitmap.read(1)), (2, u64::MAX, 7));
-        assert_eq!((bitmap.valid(1), bitmap.valid(2)), (7, 0));
     }
 
     #[test]

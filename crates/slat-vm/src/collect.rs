@@ -36,8 +36,11 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// With [`LogMode::Protect`], those written since the last collection: their bits are taken, the pages protected
     /// again, and every CPU's permission to write to them taken away, before the call returns. From then on each write
     /// is for the next collection, so the pages can be copied now. A write during the call may be reported by this
-    /// collection and again by the next; none is lost. Costs a load a word, an exchange for each word with a bit, and a
-    /// walk and an invalidation for each stretch of written pages.
+    /// collection and again by the next; none is lost. A fault makes a page writable for all vCPUs a moment before it
+    /// marks it: what another vCPU writes in that moment is in the first collection after that fault has finished.
+    ///
+    /// Costs a load a word, an exchange for each word with a bit, and a walk and an invalidation for each stretch of
+    /// written pages.
     ///
     /// With [`LogMode::Manual`], those written since each was last [cleared](Self::clear_dirty_log); nothing changes.
     ///
@@ -135,7 +138,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             let taken = &mut taken[..masks.len()];
             self.in_pins(protector.worker(), subject, base as usize, taken, |log, word, out| {
                 let mask = masks.get(word - base as usize).copied().unwrap_or(0);
-                *out = log.bitmap.take(word, mask & log.bitmap.valid(word as u64));
+                // Bits beyond the end of the slot are never set, so there is nothing to take.
+                *out = log.bitmap.take(word, mask);
             })?;
             for (word, &taken) in (base..).zip(taken.iter()) {
                 *cleared += u64::from(taken.bits.count_ones());

@@ -51,7 +51,7 @@ enum Step {
 
 impl<'m, M: Machine> Vcpu<'m, M> {
     /// Handles a fault of this vCPU. May block in [`Host::page`] and in [`Machine::allocate`]; otherwise waits for
-    /// nobody.
+    /// nobody, unless so many tables wait to be freed that it has to help, with a grace period.
     ///
     /// Costs, besides those two, two pins, a search among the slots (none if it is the slot of the fault before), one
     /// descent and one exchange.

@@ -95,7 +95,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     pub fn slot_at(&self, worker: &Worker<'m, M>, gpa: Gpa) -> Option<Slot> {
         let pin = worker.participant.pin();
         let map = self.slots.read(&pin).ok()?;
-        map.find(gpa, &mut Default::default()).map(Slot::of)
+        map.find(gpa, &mut 0).map(Slot::of)
     }
 
     /// The slot with this number.

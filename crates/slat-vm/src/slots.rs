@@ -44,13 +44,6 @@ struct Place {
     version: NonNull<Version>,
 }
 
-/// Where a slot was found last. Worthless in another map, and known to be.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Hit {
-    generation: u64,
-    index: usize,
-}
-
 /// What several threads reach through one map must be fit for it.
 const _: fn() = || {
     fn shared<T: Send + Sync>() {}
@@ -67,19 +60,18 @@ impl Place {
 }
 
 impl Map {
-    /// The slot that `gpa` lies in: log time, one comparison where it is the slot that was hit last.
+    /// The slot that `gpa` lies in: log time, two comparisons where it is the slot that was `hit` last, which is a guess
+    /// that may be wrong and comes from any map.
     #[inline]
-    pub(crate) fn find(&self, gpa: Gpa, hit: &mut Hit) -> Option<&Version> {
+    pub(crate) fn find(&self, gpa: Gpa, hit: &mut usize) -> Option<&Version> {
         let inside = |place: &&Place| place.start <= gpa.0 && gpa.0 < place.end;
-        if hit.generation == self.generation
-            && let Some(place) = self.places.get(hit.index).filter(inside)
-        {
+        if let Some(place) = self.places.get(*hit).filter(inside) {
             return Some(place.version());
         }
         let after = self.places.partition_point(|place| place.start <= gpa.0);
         let index = after.checked_sub(1)?;
         let place = self.places.get(index).filter(inside)?;
-        *hit = Hit { generation: self.generation, index };
+        *hit = index;
         Some(place.version())
     }
 
@@ -140,8 +132,7 @@ impl Map {
 impl<'m, M: Machine> Slots<'m, M> {
     /// No slots.
     pub(crate) fn new(machine: &'m M) -> Result<Self, OutOfMemory> {
-        // Generation 0 is that of a hit that never was.
-        let map = boxed(Map { generation: 1, places: Vec::new(), ids: Vec::new() })?;
+        let map = boxed(Map { generation: 0, places: Vec::new(), ids: Vec::new() })?;
         let current = AtomicPtr::new(Box::into_raw(map));
         Ok(Self { machine, current, changing: Lock::new() })
     }
@@ -222,7 +213,9 @@ impl<'p, M: Machine> Change<'_, 'p, '_, M> {
             Some(version) => Some(NonNull::from(Box::leak(boxed(version)?))),
             None => None,
         };
-        let removed = remove.and_then(|id| self.map().get(id)).map(NonNull::from);
+        // The pointer itself, not one made from a reference: it is what may be freed.
+        let removed = remove.and_then(|id| self.map().index_of(id));
+        let removed = removed.and_then(|index| self.map().places.get(index)).map(|p| p.version);
         match self.map().changed(remove, added).and_then(boxed) {
             Ok(map) => {
                 // Release: the map is complete before it is seen.

@@ -10,7 +10,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// the same time, on the same range or parts of it. Addresses beyond the tree are left out.
     ///
     /// Between chunks, outside of pins, the worker's reserve is topped up to what a chunk can need. When there is no
-    /// memory it ends: `Ok(false)`, the rest stays as it is and is split by the faults that need it.
+    /// memory it ends: `Ok(false)`, the rest stays as it is and is split by the faults that need it. Costs a walk a
+    /// chunk, and what [`Tree::split`](slat::Tree::split) says for each block.
     ///
     /// # Errors
     /// [`OtherMachine`].

@@ -3,14 +3,13 @@
 use slat::gate::Gate;
 use slat::{Machine, NoSlot, Participant, Reserve};
 
-use crate::slots::Hit;
-
 /// One vCPU. Everything in it is its own: two vCPUs that fault write nothing in common but the entries themselves.
 #[derive(Debug)]
 pub struct Vcpu<'m, M: Machine> {
     pub(crate) participant: Participant<'m, M>,
     pub(crate) reserve: Reserve<'m, M>,
-    pub(crate) hit: Hit,
+    /// Where the slot of the last fault was found.
+    pub(crate) hit: usize,
     pub(crate) statistics: VcpuStatistics,
 }
 
@@ -46,7 +45,7 @@ impl<'m, M: Machine> Vcpu<'m, M> {
         Ok(Self {
             participant: Participant::register(machine)?,
             reserve: Reserve::new(machine),
-            hit: Hit::default(),
+            hit: 0,
             statistics: VcpuStatistics::default(),
         })
     }

@@ -65,7 +65,12 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         let mut tail = ring.tail.load(Ordering::Relaxed);
         loop {
             // Acquire: the drain that moved the head has emptied the places behind it.
-            let free = ring.capacity - tail.wrapping_sub(ring.head.load(Ordering::Acquire));
+            let used = tail.wrapping_sub(ring.head.load(Ordering::Acquire));
+            let Some(free) = ring.capacity.checked_sub(used) else {
+                // The head has gone past the tail that was read, which is old then.
+                tail = ring.tail.load(Ordering::Relaxed);
+                continue;
+            };
             let n = free.min(want as u64);
             if n == 0 {
                 return Claim { next: 0, end: 0 };
@@ -133,6 +138,9 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
             }
             // Release: the places are empty before they can be claimed again.
             ring.head.store(filled, Ordering::Release);
+        } else if tail > head {
+            // The next place is claimed, and its owner must get on before anything can be freed.
+            self.machine.relax();
         }
         ring.draining.store(0, Ordering::Release);
     }

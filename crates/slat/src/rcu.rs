@@ -2,16 +2,23 @@
 //!
 //! # How it works, and why it is enough
 //! Each participant owns one [`Slot`] with a counter: even means not pinned, odd means pinned. Only its owner writes
-//! it. A pin makes it odd and then issues a full fence before it reads any entry; giving the pin up makes it even
-//! with a release store.
+//! it. A pin makes it odd with a release store and then issues a full fence before it reads any entry; giving the pin
+//! up makes it even with a release store.
 //!
-//! A grace period starts with a full fence after the caller's exchanges, reads every counter, and waits for each odd
-//! one to change. Take one participant P and one exchange X before the grace period. The two fences are totally
-//! ordered. If P's comes first, the grace period reads P's odd counter (or a later value) and waits until P unpins;
-//! the release of the unpin and the acquire of that read order P's last use of the table before whatever follows the
-//! grace period. If the grace period's fence comes first, then P's reads after its own fence see X, and P cannot find
-//! the table any more. A participant that unpins and pins again meanwhile has changed its counter: nobody is starved
-//! by one that pins often. The counter has 64 bits and does not wrap in practice (580 years at one pin a nanosecond).
+//! A grace period starts with a full fence, reads every counter, and waits for each odd one to change. Take one
+//! participant P, and one exchange X that the caller has made, or that another thread made and handed over (the backlog
+//! releases and acquires each table). The two fences are totally ordered.
+//!
+//! - If P's comes first, the grace period reads P's odd counter or a later value, and waits until that has changed. It
+//!   ends with an acquire of what P stored when it unpinned, or later. P's last use of the table comes before that store,
+//!   and so before whatever follows the grace period.
+//! - If the grace period's comes first, then P's reads after its own fence see X, and P cannot find the table any more.
+//!
+//! A participant that unpins and pins again meanwhile has changed its counter: nobody is starved by one that pins often.
+//! That is also why the store of a pin is a release. The value that ends the wait can be that of P's next pin, and a
+//! plain store does not carry on what the store before it released.
+//!
+//! The counter has 64 bits and does not wrap in practice (580 years at one pin a nanosecond).
 //!
 //! What follows: *everything that is decided from what a pinned walk has read must happen before it unpins*, and
 //! nothing is freed before a grace period that began after its last link was taken away.

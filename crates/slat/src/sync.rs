@@ -9,7 +9,7 @@ mod scheduled;
 #[cfg(loom)]
 pub use scheduled::*;
 
-/// Stores `value` and orders the store before every later load, as rules 1 and 11 demand.
+/// Stores `value` (a release) and orders the store before every later load, as rules 1 and 11 demand.
 ///
 /// On x86 a sequentially consistent exchange is a full barrier and costs half of `mfence`; elsewhere it is the store
 /// and a full fence.

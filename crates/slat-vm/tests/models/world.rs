@@ -16,9 +16,6 @@ use slat_vm::{
 use crate::format::{PAGE, Tiny};
 use crate::machine::Tables;
 
-/// The machine asks here whether to print what it does.
-pub(crate) static TRACE: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
-
 /// How a model is explored.
 #[derive(Clone, Copy)]
 pub(crate) struct Model {

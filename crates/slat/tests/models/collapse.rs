@@ -30,7 +30,7 @@ fn fault_on_a_table_being_collapsed(world: World) {
 
 #[test]
 fn a_fault_outlives_a_collapse() {
-    Model::new().explore(fault_on_a_table_being_collapsed);
+    Model::new().preemptions(3).explore(fault_on_a_table_being_collapsed);
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn write_protect_of_a_table_being_collapsed(world: World) {
 
 #[test]
 fn write_protect_outlives_a_collapse() {
-    Model::new().explore(write_protect_of_a_table_being_collapsed);
+    Model::new().preemptions(3).explore(write_protect_of_a_table_being_collapsed);
 }
 
 #[test]
@@ -220,7 +220,7 @@ fn hardware_write_to_a_table_being_collapsed(world: World) {
 
 #[test]
 fn a_hardware_write_outlives_a_collapse() {
-    Model::new().hardware_dirty().explore(hardware_write_to_a_table_being_collapsed);
+    Model::new().preemptions(3).hardware_dirty().explore(hardware_write_to_a_table_being_collapsed);
 }
 
 #[test]

@@ -4,11 +4,12 @@
 
 use std::sync::Arc;
 
+use slat::sabotage::Skip;
 use slat::sync::{AtomicBool, AtomicU64, Ordering};
-use slat::{Attributes, Gpa, Installed, Level};
+use slat::{Attributes, Dirty, Gpa, Installed, Level};
 
 use crate::format::BLOCK;
-use crate::world::{Actor, Model, World, gpa, host};
+use crate::world::{Actor, Model, World, gpa, host, range};
 
 /// What a fault does first.
 #[derive(Clone, Copy, PartialEq)]
@@ -150,19 +151,55 @@ fn written_while_collected(
     world.expect(!writable, "collected, and writable without a fault");
 }
 
+/// The same while a third thread splits the block.
+fn collection_of_a_block_being_split(
+    fault: Fault,
+    collection: Collection,
+) -> impl Fn(World) + Send + Sync {
+    move |world| {
+        let mut worker = world.worker(0);
+        worker.map_as(0, 2, host(0), Attributes::RW, BLOCK);
+        let log = Log::new(true, 1);
+        let split = world.worker(1).spawn(|worker| {
+            let (tree, who) = (worker.world.tree, &worker.who);
+            tree.split(who, &mut worker.reserve, range(0, 2), Level::LAST).unwrap();
+        });
+        let guest = world.vcpu(0, 1).spawn({
+            let log = log.clone();
+            move |vcpu| log.write(vcpu, fault)
+        });
+        log.collect(&mut worker, collection);
+        guest.join();
+        split.join();
+        world.expect(!log.lost(), "a write is lost");
+    }
+}
+
+#[test]
+fn every_write_to_a_block_being_split_is_in_this_collection_or_the_next() {
+    let model = collection_of_a_block_being_split(Fault::MakesWritable, Collection::Takes);
+    Model::new().explore(model);
+}
+
 #[test]
 fn every_write_to_a_page_is_in_this_collection_or_the_next() {
-    Model::new().explore(collection_of_a_page(Fault::MakesWritable, Collection::Takes));
+    Model::new()
+        .preemptions(3)
+        .explore(collection_of_a_page(Fault::MakesWritable, Collection::Takes));
 }
 
 #[test]
 fn every_write_to_a_dirty_page_is_in_this_collection_or_the_next() {
-    Model::new().explore(collection_of_a_dirty_page(Fault::MakesWritable, Collection::Takes));
+    Model::new()
+        .preemptions(3)
+        .explore(collection_of_a_dirty_page(Fault::MakesWritable, Collection::Takes));
 }
 
 #[test]
 fn every_write_to_a_block_is_in_this_collection_or_the_next() {
-    Model::new().explore(collection_of_a_block(Fault::MakesWritable, Collection::Takes));
+    Model::new()
+        .preemptions(3)
+        .explore(collection_of_a_block(Fault::MakesWritable, Collection::Takes));
 }
 
 #[test]
@@ -175,4 +212,69 @@ fn a_write_is_lost_if_the_bit_is_set_before_the_entry_is_writable() {
 #[should_panic(expected = "a write is lost")]
 fn a_write_is_lost_if_pages_are_protected_before_their_bits_are_taken() {
     Model::new().explore(collection_of_a_dirty_page(Fault::MakesWritable, Collection::Protects));
+}
+
+/// Hardware marks the page (DBM), the log reads the mark: two writes during a harvest.
+fn harvest_against_hardware_writes(world: World) {
+    let worker = {
+        let mut worker = world.worker(1);
+        worker.map(0, 1, host(0), Attributes { dirty: Dirty::Clean, ..Attributes::RW });
+        worker
+    };
+    let log = Log::new(false, 0);
+    let guest = world.vcpu(0, 0).spawn({
+        let log = log.clone();
+        move |vcpu| {
+            for _ in 0..2 {
+                vcpu.access(0, true, |_| {
+                    log.written.fetch_add(1, Ordering::Relaxed);
+                });
+            }
+        }
+    });
+    let harvest = || {
+        let mut dirty = false;
+        world.tree.harvest_dirty(&worker.who, range(0, 1), |_| dirty = true).unwrap();
+        if dirty {
+            log.copied.store(log.written.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    };
+    harvest();
+    guest.join();
+    harvest();
+    world.expect(!log.lost(), "a write is lost");
+}
+
+#[test]
+fn every_hardware_write_is_in_this_harvest_or_the_next() {
+    Model::new().hardware_dirty().preemptions(3).explore(harvest_against_hardware_writes);
+}
+
+#[test]
+#[should_panic(expected = "a write is lost")]
+fn a_hardware_write_is_lost_if_marks_are_taken_without_invalidation() {
+    let model = Model::without(Skip::Invalidation).hardware_dirty();
+    model.explore(harvest_against_hardware_writes);
+}
+
+/// A page that hardware marks is write-protected: the mark goes with the permission, and is reported.
+fn protect_against_a_hardware_write(world: World) {
+    let mut worker = world.worker(1);
+    worker.map(0, 1, host(0), Attributes { dirty: Dirty::Clean, ..Attributes::RW });
+    let guest = world.vcpu(0, 0).spawn(|vcpu| vcpu.access(0, true, |_| {}));
+    let mut reported = false;
+    world.tree.write_protect(&worker.who, range(0, 1), |_| reported = true).unwrap();
+    let (_, written) = guest.join();
+    world.expect(written == reported, "a write is lost");
+}
+
+#[test]
+fn a_write_protect_hears_of_every_write_that_hardware_has_marked() {
+    Model::new().hardware_dirty().preemptions(3).explore(protect_against_a_hardware_write);
+}
+
+#[test]
+#[should_panic(expected = "a write is lost")]
+fn a_write_protect_that_stores_entries_loses_a_write() {
+    Model::without(Skip::Compare).hardware_dirty().explore(protect_against_a_hardware_write);
 }

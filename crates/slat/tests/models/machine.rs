@@ -17,7 +17,6 @@ use slat::{Entry, Event, Format, Gpa, Hpa, Machine, Slot, sabotage, sync};
 
 use crate::format::{PAGE, Tiny};
 use crate::tlb::{Cached, Cover, Tlb};
-use crate::world::Model;
 
 const ENTRIES: usize = 1 << Tiny::INDEX_BITS;
 /// More waits than any execution has in which somebody settles what is waited for.
@@ -52,20 +51,33 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
-    pub(crate) fn new(format: Tiny, model: &Model, trace: bool) -> Self {
+    /// A machine with so many CPUs, and slots for so many participants.
+    pub(crate) fn new(format: Tiny, slots: usize, cpus: usize) -> Self {
         Self {
             format,
-            slots: (0..3).map(|_| Slot::new()).collect(),
+            slots: (0..slots).map(|_| Slot::new()).collect(),
             memory: Mutex::new(Vec::new()),
             root: OnceLock::new(),
-            tlbs: (0..model.cpus).map(|_| loom::sync::Mutex::new(Tlb::default())).collect(),
+            tlbs: (0..cpus).map(|_| loom::sync::Mutex::new(Tlb::default())).collect(),
             running: Mutex::new(Vec::new()),
             pending: Mutex::new(Vec::new()),
             waits: AtomicUsize::new(0),
             violation: Mutex::new(None),
-            features: Features { ttl: true, bbm_level: model.bbm_level, ..Features::default() },
-            trace,
+            features: Features { ttl: true, ..Features::default() },
+            trace: false,
         }
+    }
+
+    /// With CPUs that tolerate a change of block size as well as this (FEAT_BBM).
+    pub(crate) fn bbm_level(mut self, bbm_level: u8) -> Self {
+        self.features.bbm_level = bbm_level;
+        self
+    }
+
+    /// Prints what happens.
+    pub(crate) fn traced(mut self, trace: bool) -> Self {
+        self.trace = trace;
+        self
     }
 
     /// Where the CPUs' walks begin.
@@ -184,7 +196,7 @@ impl Tables {
 
     /// One walk of the hardware, from the root or from what a walk cache remembers. Hardware may walk at any time for
     /// any address, also for one that the TLB translates.
-    fn walk(&self, tlb: &mut Tlb, gpa: Gpa) -> bool {
+    fn walk(&self, tlb: &mut Tlb, gpa: Gpa) {
         let geometry = self.format.geometry();
         let mut table = *self.root.get().unwrap();
         let mut level = geometry.start();
@@ -208,12 +220,11 @@ impl Tables {
                 if remembered.is_some() || tlb.conflicts(&new, self.features.bbm_level) {
                     self.violation("break-before-make: a leaf meets another translation in a TLB");
                 }
-                tlb.add(new);
-                return true;
+                return tlb.add(new);
             } else if let Some(next) = remembered {
                 next
             } else {
-                return false;
+                return;
             };
             table = next;
             level = level.below();
@@ -229,9 +240,9 @@ impl Tables {
     /// invalidation can be complete. Whether it did; otherwise the access faults.
     pub(crate) fn access(&self, cpu: usize, gpa: Gpa, write: bool, with: impl FnOnce(Hpa)) -> bool {
         let mut tlb = Self::lock(&self.tlbs[cpu]);
-        let walked = self.walk(&mut tlb, gpa);
-        // A cached translation is used although a walk would find another by now.
-        let Some(cached) = tlb.leaf(gpa).or(walked) else { return false };
+        self.walk(&mut tlb, gpa);
+        // What was cached first is used, although a walk would find another by now.
+        let Some(cached) = tlb.leaf(gpa) else { return false };
         if write && !cached.writes() {
             if !cached.writes_after_dirtying() {
                 return false;

@@ -13,9 +13,12 @@
 mod collapse;
 mod dirty;
 mod format;
+mod host;
+mod log;
 mod machine;
 mod map;
 mod reclaim;
+mod scheduled;
 mod split;
 mod tlb;
 mod trim;

@@ -24,7 +24,7 @@ fn one_page_for_two(world: World) {
 
 #[test]
 fn one_page_for_two_vcpus_is_installed_once() {
-    Model::new().cpus(2).explore(one_page_for_two);
+    Model::new().preemptions(3).cpus(2).explore(one_page_for_two);
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn two_host_pages_for_one(world: World) {
 
 #[test]
 fn two_host_pages_for_one_are_never_both_translated() {
-    Model::new().explore(two_host_pages_for_one);
+    Model::new().preemptions(3).explore(two_host_pages_for_one);
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn neighbours_need_one_table(world: World) {
 
 #[test]
 fn neighbours_that_need_one_table_share_it() {
-    Model::new().explore(neighbours_need_one_table);
+    Model::new().preemptions(3).explore(neighbours_need_one_table);
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn maps_need_two_tables(world: World) {
 
 #[test]
 fn neighbours_that_need_two_levels_of_tables_share_them() {
-    Model::new().levels(3).explore(maps_need_two_tables);
+    Model::new().preemptions(3).levels(3).explore(maps_need_two_tables);
 }
 
 #[test]

@@ -33,7 +33,7 @@ fn look_up_in_a_table_being_freed(world: World) {
 
 #[test]
 fn a_table_is_freed_when_nobody_can_stand_in_it() {
-    Model::new().explore(look_up_in_a_table_being_freed);
+    Model::new().preemptions(3).explore(look_up_in_a_table_being_freed);
 }
 
 #[test]
@@ -77,6 +77,23 @@ fn a_later_pin_says_nothing_of_the_earlier_one_unless_it_releases() {
     Model::without(Skip::PinRelease).explore(look_ups_in_a_table_being_freed);
 }
 
+/// The same while readers come and go in one slot.
+fn readers_of_a_table_being_freed(world: World) {
+    let mut worker = world.worker(1);
+    worker.map(0, 1, host(0), RW);
+    let readers = loom::thread::spawn(move || {
+        look(&world.worker(0));
+        look(&world.worker(0));
+    });
+    detach_and_free(&mut worker, 0, 2);
+    readers.join().unwrap();
+}
+
+#[test]
+fn a_later_reader_in_the_same_slot_ends_the_wait_for_the_earlier_one() {
+    Model::new().explore(readers_of_a_table_being_freed);
+}
+
 /// A page is installed below a table that has just been detached with everything in it: whatever is linked there goes
 /// with it, and goes once.
 fn install_below_a_detached_table(world: World) {
@@ -102,6 +119,23 @@ fn what_was_linked_below_a_detached_table_is_freed_with_it() {
 #[should_panic(expected = "freed")]
 fn what_was_linked_below_a_table_freed_early_is_lost() {
     Model::without(Skip::GracePeriod).levels(3).explore(install_below_a_detached_table);
+}
+
+/// One thread has claimed every place of the backlog when another needs one: it waits so that the first can go on.
+fn detach_when_every_place_is_claimed(world: World) {
+    let mut worker = world.worker(2);
+    worker.map(0, 1, host(0), RW);
+    worker.map(2, 1, host(2), RW);
+    let other = world.worker(0).spawn(|worker| detach_and_free(worker, 0, 2));
+    detach_and_free(&mut worker, 0, 4);
+    other.join();
+    world.tree.reclaim(&mut worker.who);
+    world.expect(world.tree.waiting() == 0, "a detached table is not freed");
+}
+
+#[test]
+fn who_finds_every_place_claimed_lets_their_owner_go_on() {
+    Model::new().explore(detach_when_every_place_is_claimed);
 }
 
 /// Two threads detach a table each and free what they find, while both fill and drain the backlog of two places.

@@ -31,7 +31,7 @@ fn fault_on_a_block_being_split(world: World) {
 
 #[test]
 fn a_fault_finds_its_page_while_the_block_is_split() {
-    Model::new().explore(fault_on_a_block_being_split);
+    Model::new().preemptions(3).explore(fault_on_a_block_being_split);
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn write_protect_of_a_block_being_split(world: World) {
 
 #[test]
 fn write_protect_outlives_a_split() {
-    Model::new().explore(write_protect_of_a_block_being_split);
+    Model::new().preemptions(3).explore(write_protect_of_a_block_being_split);
 }
 
 #[test]
@@ -75,11 +75,44 @@ fn write_protect_without_invalidation_lets_a_write_through() {
     Model::without(Skip::Invalidation).explore(write_protect_of_a_block_being_split);
 }
 
+/// One page of a block in use is unmapped while the block is split.
+fn unmap_in_a_block_being_split(world: World) {
+    world.worker(0).map_as(0, 2, host(0), Attributes::RW, BLOCK);
+    world.vcpu(0, 0).access(0, true, |_| {});
+    let split = world.worker(1).spawn(|worker| {
+        let (tree, who) = (worker.world.tree, &worker.who);
+        tree.split(who, &mut worker.reserve, range(0, 2), Level::LAST).unwrap();
+    });
+    let mut worker = world.worker(1);
+    worker.unmap(0, 1);
+    let stale = world.machine.caches(gpa(0), |_| true);
+    world.expect(!stale, "unmapped, and a TLB still translates");
+    split.join();
+    let both = [worker.mapped(0), worker.mapped(1)];
+    world.expect(both == [None, Some((host(1), true))], "unmapped, and mapped again");
+}
+
+#[test]
+fn an_unmap_outlives_a_split() {
+    Model::new().preemptions(3).explore(unmap_in_a_block_being_split);
+}
+
 /// The same on CPUs that tolerate a change of block size (FEAT_BBM level 2): the table takes the block's place at once,
-/// and the pages are protected while the block may still be cached.
+/// and its pages are protected or unmapped while the block may still be cached.
+#[test]
+fn an_unmap_outlives_a_split_without_break_before_make() {
+    Model::new().bbm_level(2).preemptions(3).explore(unmap_in_a_block_being_split);
+}
+
+#[test]
+#[should_panic(expected = "unmapped, and a TLB still translates")]
+fn an_unmap_with_a_level_hint_leaves_a_block_that_is_being_split() {
+    Model::without(Skip::Resizing).bbm_level(2).explore(unmap_in_a_block_being_split);
+}
+
 #[test]
 fn write_protect_outlives_a_split_without_break_before_make() {
-    Model::new().bbm_level(2).explore(write_protect_of_a_block_being_split);
+    Model::new().preemptions(3).bbm_level(2).explore(write_protect_of_a_block_being_split);
 }
 
 #[test]
@@ -90,5 +123,5 @@ fn write_protect_with_a_level_hint_leaves_a_block_that_is_being_split() {
 
 #[test]
 fn a_fault_finds_its_page_while_the_block_is_split_without_break_before_make() {
-    Model::new().bbm_level(2).explore(fault_on_a_block_being_split);
+    Model::new().preemptions(3).bbm_level(2).explore(fault_on_a_block_being_split);
 }

@@ -50,7 +50,7 @@ fn map_below_a_table_being_trimmed(world: World) {
 
 #[test]
 fn a_mapping_outlives_a_trim_of_the_table_it_has_linked() {
-    Model::new().levels(3).explore(map_below_a_table_being_trimmed);
+    Model::new().preemptions(3).levels(3).explore(map_below_a_table_being_trimmed);
 }
 
 #[test]

@@ -39,7 +39,7 @@ fn unmap_and_install(world: World) {
 
 #[test]
 fn nothing_is_installed_over_a_page_that_a_tlb_still_has() {
-    Model::new().cpus(2).explore(unmap_and_install);
+    Model::new().preemptions(3).cpus(2).explore(unmap_and_install);
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn two_unmaps(pages: u64) -> impl Fn(World) + Send + Sync {
 
 #[test]
 fn neither_of_two_unmaps_returns_before_the_invalidation() {
-    Model::new().explore(two_unmaps(1));
+    Model::new().preemptions(3).explore(two_unmaps(1));
 }
 
 #[test]
@@ -133,7 +133,7 @@ fn two_write_protects(world: World) {
 
 #[test]
 fn neither_of_two_write_protects_returns_before_the_invalidation() {
-    Model::new().explore(two_write_protects);
+    Model::new().preemptions(3).explore(two_write_protects);
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn unmap_against_a_hardware_write(world: World) {
 
 #[test]
 fn an_unmap_hears_of_every_write_that_hardware_has_marked() {
-    Model::new().hardware_dirty().explore(unmap_against_a_hardware_write);
+    Model::new().preemptions(3).hardware_dirty().explore(unmap_against_a_hardware_write);
 }
 
 #[test]
@@ -187,7 +187,7 @@ fn a_page_made_writable_by_another(world: World) {
 
 #[test]
 fn a_fault_that_finds_its_permission_there_is_the_last_one() {
-    Model::new().cpus(2).explore(a_page_made_writable_by_another);
+    Model::new().preemptions(3).cpus(2).explore(a_page_made_writable_by_another);
 }
 
 #[test]

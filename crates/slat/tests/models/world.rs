@@ -14,12 +14,12 @@ use slat::{
 use crate::format::{PAGE, Tiny};
 use crate::machine::Tables;
 
-pub(crate) static TRACE: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
 /// How a model is explored.
 #[derive(Clone, Copy)]
 pub(crate) struct Model {
     levels: u32,
     cpus: usize,
+    bbm_level: u8,
     hardware_dirty: bool,
     preemptions: usize,
     left_out: Option<Skip>,
@@ -28,7 +28,14 @@ pub(crate) struct Model {
 impl Model {
     /// Two levels, one CPU, at most two preemptions in an execution.
     pub(crate) fn new() -> Self {
-        Self { levels: 2, cpus: 1, hardware_dirty: false, preemptions: 2, left_out: None }
+        Self {
+            levels: 2,
+            cpus: 1,
+            bbm_level: 0,
+            hardware_dirty: false,
+            preemptions: 2,
+            left_out: None,
+        }
     }
 
     /// The same, while the engine leaves out a step.
@@ -44,6 +51,11 @@ impl Model {
         Self { cpus, ..self }
     }
 
+    /// How well the CPUs tolerate a change of block size (FEAT_BBM).
+    pub(crate) fn bbm_level(self, bbm_level: u8) -> Self {
+        Self { bbm_level, ..self }
+    }
+
     pub(crate) fn hardware_dirty(self) -> Self {
         Self { hardware_dirty: true, ..self }
     }
@@ -53,7 +65,7 @@ impl Model {
         Self { preemptions, ..self }
     }
 
-    /// Runs every execution of `model`.
+    /// Runs every execution of `model`; prints what happens in the one whose number MODEL_TRACE is.
     ///
     /// # Panics
     /// With the first violation, when its execution has ended.
@@ -63,19 +75,16 @@ impl Model {
         builder.max_branches = 20_000;
         let executions = Arc::new(AtomicUsize::new(0));
         let (counted, began) = (executions.clone(), Instant::now());
+        let trace = std::env::var("MODEL_TRACE").ok().and_then(|number| number.parse().ok());
         builder.check(move || {
-            let n = counted.fetch_add(1, Ordering::Relaxed);
-            TRACE.store(
-                std::env::var("TRACE").ok().and_then(|t| t.parse().ok()) == Some(n + 1),
-                Ordering::Relaxed,
-            );
+            let execution = counted.fetch_add(1, Ordering::Relaxed) + 1;
             leave_out(self.left_out);
-            let world = World::new(self);
+            let world = World::new(self, trace == Some(execution));
             model(world);
             let verdict = world.end();
             leave_out(None);
             if let Some(violation) = verdict {
-                panic!("in execution {}: {violation}", counted.load(Ordering::Relaxed));
+                panic!("in execution {execution}: {violation}");
             }
         });
         let executions = executions.load(Ordering::Relaxed);
@@ -91,12 +100,13 @@ pub(crate) struct World {
 }
 
 impl World {
-    fn new(model: Model) -> Self {
+    fn new(model: Model, trace: bool) -> Self {
         let mut format = Tiny::levels(model.levels);
         if model.hardware_dirty {
             format = format.with_hardware_dirty();
         }
-        let machine: &'static Tables = Box::leak(Box::new(Tables::new(format, 3, model.cpus)));
+        let machine = Tables::new(format, 3, model.cpus).bbm_level(model.bbm_level).traced(trace);
+        let machine: &'static Tables = Box::leak(Box::new(machine));
         let tree = Box::leak(Box::new(Tree::new(machine, format, 1).unwrap()));
         machine.set_root(tree.root());
         Self { machine, tree }
