@@ -5,6 +5,7 @@
 
 use std::fmt::Display;
 use std::io;
+use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, Scope, ScopedJoinHandle};
@@ -31,9 +32,12 @@ pub(crate) struct Board {
 }
 
 impl Board {
-    pub(crate) fn new(vcpus: usize) -> Self {
-        let pulses = (0..vcpus).map(|_| Pulse::default()).collect();
-        Self { pulses, stop: AtomicBool::new(false) }
+    /// A board for so many vCPUs. With `checked`, those that share processors let each other run.
+    pub(crate) fn new(vcpus: usize, checked: bool) -> Self {
+        let processors = thread::available_parallelism().map_or(1, NonZero::get);
+        let yields = checked && vcpus >= processors;
+        let pulse = || if yields { Pulse::yielding() } else { Pulse::default() };
+        Self { pulses: (0..vcpus).map(|_| pulse()).collect(), stop: AtomicBool::new(false) }
     }
 }
 
@@ -281,7 +285,7 @@ mod tests {
     const PASS: Pass = Pass { write_percent: 50, random: true };
 
     fn with_crew<R>(fails_at: [u64; 2], panics: bool, f: impl FnOnce(Crew<'_>) -> R) -> R {
-        let board = Board::new(2);
+        let board = Board::new(2, false);
         thread::scope(|scope| {
             let vcpu = |(index, fails_at)| {
                 let program = Program::new(0, 4096, 0..100, Dice::new(1, index));

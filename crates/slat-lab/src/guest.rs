@@ -8,6 +8,8 @@ use crate::random::Dice;
 
 /// What the kernel's guests store, where nobody checks contents.
 const PLAIN: u64 = 0x0123_4567_89ab_cdef;
+/// Accesses from one yield to the next.
+const YIELD_EVERY: u64 = 32;
 /// Bits of a checked value that hold the number of its guest page; the bits above count stores.
 const PAGE_BITS: u32 = 28;
 /// More guest pages than this cannot be told apart.
@@ -40,18 +42,33 @@ pub(crate) struct Pass {
 /// How far a vCPU is, on a cache line of its own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(crate) struct Pulse(AtomicU64);
+pub(crate) struct Pulse {
+    completed: AtomicU64,
+    yields: bool,
+}
 
 impl Pulse {
+    /// A vCPU that now and then lets another thread run, between two accesses.
+    ///
+    /// Where there are fewer processors than threads, the operating system takes the processor away at any moment,
+    /// most likely in an access; and whoever invalidates then waits for it a whole round of all threads.
+    pub(crate) fn yielding() -> Self {
+        Self { yields: true, ..Self::default() }
+    }
+
     /// Accesses that were completed.
     pub(crate) fn completed(&self) -> u64 {
         // Acquire: what the access did, marks in the log included, comes before whoever sees it completed.
-        self.0.load(Ordering::Acquire)
+        self.completed.load(Ordering::Acquire)
     }
 
     #[inline(always)]
     fn beat(&self) {
-        self.0.store(self.0.load(Ordering::Relaxed) + 1, Ordering::Release);
+        let completed = self.completed.load(Ordering::Relaxed) + 1;
+        self.completed.store(completed, Ordering::Release);
+        if self.yields && completed.is_multiple_of(YIELD_EVERY) {
+            std::thread::yield_now();
+        }
     }
 }
 

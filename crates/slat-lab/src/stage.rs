@@ -67,7 +67,7 @@ impl Ground<'_> {
         let mut worker = vm.worker().map_err(|error| broken(&error))?;
         model::create_slots(&vm, &mut worker, layout)?;
         let accesses: u64 = programs.iter().map(Program::pages).sum();
-        let board = Board::new(programs.len());
+        let board = Board::new(programs.len(), model.is_checked());
         let vcpu = |(index, program)| Ok((ModelVcpu::new(&vm, index)?, program));
         let vcpus = programs.into_iter().enumerate().map(vcpu);
         let vcpus = vcpus.collect::<Result<Vec<_>, Failure>>()?;

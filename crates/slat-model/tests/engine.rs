@@ -73,7 +73,7 @@ impl<'m, F: Format> Guest<'m, F> {
         let result = self.tree.install(&who.pin(), reserve, &leaf);
         match result {
             Ok(_) | Err(Error::Retry) => {}
-            Err(Error::NeedTables { missing, .. }) => reserve.top_up(missing).unwrap(),
+            Err(Error::NeedTables { tables, .. }) => reserve.top_up(tables).unwrap(),
             Err(Error::Backlog) => self.tree.reclaim(who),
             Err(Error::Level(_)) => self.fault(who, reserve, fault, Level::LAST),
             Err(error) => panic!("{error}"),
@@ -214,7 +214,7 @@ fn host<F: Format>(guest: &Guest<'_, F>, seed: u64, running: &AtomicUsize) {
         };
         match result {
             Ok(_) | Err(Error::Retry) => {}
-            Err(Error::NeedTables { missing, .. }) => reserve.top_up(missing).unwrap(),
+            Err(Error::NeedTables { tables, .. }) => reserve.top_up(tables).unwrap(),
             Err(Error::Backlog) => tree.reclaim(&mut who),
             Err(error) => panic!("{error}"),
         }

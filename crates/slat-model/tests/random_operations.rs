@@ -266,7 +266,7 @@ impl<F: Format> Worker<'_, '_, F> {
             match result {
                 Ok(_) => break,
                 Err(Error::Retry) => thread::yield_now(),
-                Err(Error::NeedTables { missing, .. }) => self.reserve.top_up(missing).unwrap(),
+                Err(Error::NeedTables { tables, .. }) => self.reserve.top_up(tables).unwrap(),
                 Err(Error::Owned { owner, .. }) => {
                     assert_eq!(self.pages[page as usize], Page::Owned(owner.0));
                     return;
@@ -319,7 +319,7 @@ impl<F: Format> Worker<'_, '_, F> {
             let sink = |part: GpaRange| dirty.push(part);
             match self.world.tree.unmap(who, reserve, range, Edges::Exact, sink) {
                 Ok(_) => break,
-                Err(Error::NeedTables { missing, .. }) => self.reserve.top_up(missing).unwrap(),
+                Err(Error::NeedTables { tables, .. }) => self.reserve.top_up(tables).unwrap(),
                 Err(error) => panic!("{error}"),
             }
         }
@@ -345,10 +345,10 @@ impl<F: Format> Worker<'_, '_, F> {
             let (who, reserve) = (&self.who, &mut self.reserve);
             match self.world.tree.map(who, reserve, range, output, template, largest) {
                 Ok(_) => at = first + pages,
-                Err(Error::NeedTables { at: stopped, missing }) => {
+                Err(Error::NeedTables { at: stopped, tables }) => {
                     self.mapped(at, stopped.0 >> F::PAGE_SHIFT, write);
                     at = stopped.0 >> F::PAGE_SHIFT;
-                    self.reserve.top_up(missing).unwrap();
+                    self.reserve.top_up(tables).unwrap();
                     continue;
                 }
                 Err(Error::Owned { at: stopped, owner }) => {

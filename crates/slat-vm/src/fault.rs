@@ -109,10 +109,10 @@ impl<'m, M: Machine> Vcpu<'m, M> {
                     return Ok(Exit::Resume);
                 }
                 Step::Retry => return Ok(Exit::Retry),
-                Step::Tables(missing) => {
+                Step::Tables(tables) => {
                     // One table a level is enough to go on, also where a block could be split further at once.
                     let have = self.reserve.len();
-                    let want = (have + missing).min(levels_below_root(vm)).max(have + 1);
+                    let want = tables.min(levels_below_root(vm)).max(have + 1);
                     self.reserve.top_up(want).map_err(FaultError::NoMemory)?;
                 }
                 Step::Reclaim => {
@@ -242,7 +242,7 @@ impl<'m, M: Machine> Vcpu<'m, M> {
                     wanted.level = wanted.level.below();
                 }
                 Err(Error::Retry) => return Step::Retry,
-                Err(Error::NeedTables { missing, .. }) => return Step::Tables(missing),
+                Err(Error::NeedTables { tables, .. }) => return Step::Tables(tables),
                 Err(Error::Backlog) => return Step::Reclaim,
                 Err(error) => return Step::Failed(error),
             }

@@ -76,10 +76,10 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             while let Some(part) = rest {
                 rest = match tree.unmap(change.who(), reserve, part, edges, |_| {}) {
                     Ok(_) => None,
-                    Err(Error::NeedTables { at, missing }) => {
+                    Err(Error::NeedTables { at, tables }) => {
                         // Nothing of a slot reaches beyond it, so this is rare; and then losing the neighbours'
                         // translations, which fault back, is better than keeping the slot's.
-                        if reserve.top_up(missing).is_err() {
+                        if reserve.top_up(tables).is_err() {
                             edges = Edges::Whole;
                         }
                         GpaRange::new(at, part.end().0.saturating_sub(at.0))

@@ -25,12 +25,12 @@ pub enum Error {
     },
     /// No leaf can stand at this level in this format.
     Level(crate::Level),
-    /// The reserve ran out: top it up by `missing` and call again from `at`.
+    /// The reserve ran out: [top it up](crate::Reserve::top_up) to `tables` in hand and call again from `at`.
     NeedTables {
         /// The first address that was not dealt with.
         at: Gpa,
-        /// How many more tables this step needs.
-        missing: usize,
+        /// How many tables the next step takes, those in hand included. A split goes on with fewer, a level at a time.
+        tables: usize,
     },
     /// The machine has no memory for a table that had to be allocated.
     NoMemory(NoMemory),
@@ -59,8 +59,8 @@ impl fmt::Display for Error {
                 write!(f, "host-physical addresses have at most {bits} bits in this format")
             }
             Self::Level(level) => write!(f, "no leaf can stand at level {}", level.number()),
-            Self::NeedTables { at, missing } => {
-                write!(f, "{missing} more page tables are needed to go on at {at}")
+            Self::NeedTables { at, tables } => {
+                write!(f, "a reserve of {tables} page tables is needed to go on at {at}")
             }
             Self::NoMemory(no) => no.fmt(f),
             Self::Owned { at, owner } => write!(f, "{at} belongs to owner {}", owner.0),

@@ -125,13 +125,13 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     ) -> Result<Option<Installed>, Error> {
         let geometry = self.geometry();
         let needed = (place.level.height() - leaf.level.height()) as usize;
-        let missing = needed.saturating_sub(reserve.len());
+        let enough = reserve.len() >= needed;
         let mask = geometry.entries() - 1;
         let mut new = self.format.leaf(leaf.level, leaf.output, leaf.template.0);
         let mut level = leaf.level;
         for _ in 0..needed {
-            let next = if missing == 0 { reserve.take() } else { None };
-            let base = next.ok_or(Error::NeedTables { at: leaf.gpa, missing })?;
+            let next = if enough { reserve.take() } else { None };
+            let base = next.ok_or(Error::NeedTables { at: leaf.gpa, tables: needed })?;
             let index = (leaf.gpa.0 >> geometry.shift(level)) as usize & mask;
             self.owned(base).settle(index, new);
             new = self.format.table(base);

@@ -41,9 +41,9 @@ impl<F: Format, M: Machine> Mapper<'_, '_, F, M> {
         let Some(base) = self.reserve.take() else {
             let size = geometry.page_size();
             let span = visit.end - visit.start;
-            let missing = GpaRange::new(Gpa(visit.start), span.max(size))
+            let tables = GpaRange::new(Gpa(visit.start), span.max(size))
                 .map_or(1, |part| self.tree.tables_needed(part, self.largest_below(visit)));
-            return Flow::Stop(Error::NeedTables { at: Gpa(visit.start), missing });
+            return Flow::Stop(Error::NeedTables { at: Gpa(visit.start), tables });
         };
         let size = geometry.size(below);
         let table = self.tree.owned(base);

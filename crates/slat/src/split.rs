@@ -96,7 +96,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         to: Level,
     ) -> Result<Level, Error> {
         let Some(new) = self.shatter(reserve, entry, level, to) else {
-            return Err(Error::NeedTables { at, missing: self.geometry().tables_below(level, to) });
+            return Err(Error::NeedTables { at, tables: self.geometry().tables_below(level, to) });
         };
         if self.machine.features().bbm_level >= 2 {
             return self.resize(reserve, counters, table, (index, entry, level), at, new);

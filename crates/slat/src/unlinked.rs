@@ -113,12 +113,11 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
             return Err(Error::Level(to));
         }
         self.check_output(output, self.geometry().size(level), level)?;
-        let needed = self.geometry().tables_below(level, to);
-        let missing = needed.saturating_sub(reserve.len());
-        let table = (missing == 0)
+        let tables = self.geometry().tables_below(level, to);
+        let table = (reserve.len() >= tables)
             .then(|| self.leaves(reserve, level, output, template.0, to))
             .flatten()
-            .ok_or(Error::NeedTables { at: Gpa(0), missing })?;
+            .ok_or(Error::NeedTables { at: Gpa(0), tables })?;
         Ok(self.unlinked(table, level, to))
     }
 

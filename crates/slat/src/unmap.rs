@@ -105,8 +105,7 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
                 .split_entry(self.reserve, self.counters, table, entry, at, below)
                 .map(|_| ());
         }
-        let new =
-            self.tree.repeat(self.reserve, old).ok_or(Error::NeedTables { at, missing: 1 })?;
+        let new = self.tree.repeat(self.reserve, old).ok_or(Error::NeedTables { at, tables: 1 })?;
         if table.exchange(index, old, self.tree.format.table(new)).is_err() {
             self.tree.take_apart(self.reserve, new, below);
             return Err(Error::Retry);

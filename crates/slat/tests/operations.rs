@@ -295,8 +295,8 @@ fn a_reserve_that_runs_out_says_where_and_going_on_completes_the_work() {
             let rest = range(at, end - at);
             match s.tree.map(&s.who, &mut reserve, rest, Hpa(at), rw, Level::LAST) {
                 Ok(_) => break,
-                Err(Error::NeedTables { at: stopped, missing }) => {
-                    assert!(stopped.0 >= at && missing > 0);
+                Err(Error::NeedTables { at: stopped, tables }) => {
+                    assert!(stopped.0 >= at && tables > 0);
                     at = stopped.0;
                     reserve.top_up(1).unwrap();
                 }
@@ -330,8 +330,7 @@ fn an_allocation_that_fails_loses_nothing() {
             let template = tree.template(Attributes::RW).unwrap();
             let leaf = Leaf { gpa: Gpa(0), level: Level::LAST, output: Hpa(0), template };
             let needed = tree.install(&who.pin(), &mut reserve, &leaf);
-            let missing = 2 - reserve.len();
-            assert_eq!(needed, Err(Error::NeedTables { at: Gpa(0), missing }));
+            assert_eq!(needed, Err(Error::NeedTables { at: Gpa(0), tables: 2 }));
             heap.allowed.store(-1, Ordering::Relaxed);
             reserve.top_up(2).unwrap();
             assert_eq!(tree.install(&who.pin(), &mut reserve, &leaf), Ok(Installed::New));
@@ -408,7 +407,7 @@ fn an_exact_unmap_without_a_table_for_the_edge_changes_nothing_there() {
     s.map(0, 2 * M2, 2);
     let mut empty = Reserve::new(&heap);
     let stopped = s.tree.unmap(&mut s.who, &mut empty, range(0, M2 + K), Edges::Exact, |_| {});
-    assert_eq!(stopped, Err(Error::NeedTables { at: Gpa(M2), missing: 1 }));
+    assert_eq!(stopped, Err(Error::NeedTables { at: Gpa(M2), tables: 1 }));
     assert_eq!(s.leaf(0), None);
     assert_eq!(s.leaf(M2).unwrap().0, 2);
 }
