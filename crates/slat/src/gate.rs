@@ -161,10 +161,8 @@ impl Gate {
     }
 
     fn enter(&self) -> Result<Inside<'_>, Requests> {
-        if self.state.load(Ordering::Relaxed) & 1 == 1 {
-            // The guard of the last entry was leaked; the vCPU is outside all the same.
-            self.leave();
-        }
+        // The guard of the last entry may have been leaked; the vCPU is outside all the same.
+        self.leave_for_good();
         // Rule 11: the full fence orders "inside" before the look for requests, see the head of this file. The store
         // releases: who waits for the last exit may see this entry instead.
         store_then_fence(&self.state, self.state.load(Ordering::Relaxed) + 1);
@@ -182,6 +180,13 @@ impl Gate {
         let taken = self.requests.swap(0, Ordering::AcqRel);
         fence(Ordering::SeqCst);
         Err(Requests(taken))
+    }
+
+    /// Outside, also if the guard of the last entry was leaked.
+    pub(crate) fn leave_for_good(&self) {
+        if self.state.load(Ordering::Relaxed) & 1 == 1 {
+            self.leave();
+        }
     }
 
     fn leave(&self) {

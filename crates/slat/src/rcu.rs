@@ -162,6 +162,7 @@ impl<M: Machine> Drop for Participant<'_, M> {
         // A leaked pin leaves the counter odd; the slot must not block grace periods for ever after its owner.
         let pin = self.slot.pin.load(Ordering::Relaxed);
         self.slot.pin.store(pin + (pin & 1), Ordering::Release);
+        self.slot.gate.leave_for_good();
         self.slot.taken.store(0, Ordering::Release);
     }
 }

@@ -6,8 +6,9 @@ use crate::machine::Machine;
 use crate::maintenance::{Context, Invalidation, Maintenance};
 use crate::rcu::{Counters, bump};
 use crate::sabotage::{Skip, skips};
-use crate::sync::{AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{AtomicUsize, Ordering};
 use crate::table::Table;
+use crate::vmid::TreeVmid;
 use crate::{Attributes, Error, Format, Geometry, Gpa, GpaRange, Hpa, Level, NoMemory, Pin};
 
 /// One second-level address space: a root, and all operations on it, each shared with running vCPUs and with each
@@ -21,7 +22,7 @@ pub struct Tree<'m, F: Format, M: Machine> {
     pub(crate) machine: &'m M,
     pub(crate) format: F,
     root: Hpa,
-    identifier: AtomicU64,
+    vmid: TreeVmid,
     /// Rule 9: how many operations have exchanged entries and not yet invalidated.
     pub(crate) open: AtomicUsize,
     /// How many blocks are being split without break-before-make: the blocks may still be cached, so that no
@@ -36,7 +37,8 @@ pub struct Tree<'m, F: Format, M: Machine> {
 pub struct Template(pub(crate) u64);
 
 impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
-    /// An empty tree. `identifier` is the VMID or ASID under which hardware caches its translations.
+    /// An empty tree. `identifier` is the VMID or ASID under which hardware caches its translations; 0 for one that
+    /// [`Vmids`](crate::vmid::Vmids) is to give ([`vmid`](Self::vmid)).
     ///
     /// # Errors
     /// [`NoMemory`] if the machine cannot give the root tables, contiguous and aligned, and one page for the backlog.
@@ -51,7 +53,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
             machine,
             format,
             root,
-            identifier: AtomicU64::new(identifier.into()),
+            vmid: TreeVmid::fixed(identifier),
             open: AtomicUsize::new(0),
             resizing: AtomicUsize::new(0),
             backlog: Backlog::new(page, F::INDEX_BITS),
@@ -76,9 +78,10 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         self.machine
     }
 
-    /// The value for the hardware's root register (Arm: `VTTBR_EL2`; x86: EPTP or nCR3).
+    /// The value for the hardware's root register (Arm: `VTTBR_EL2`; x86: EPTP or nCR3), under the identifier that the
+    /// tree has now.
     pub fn root_register(&self) -> u64 {
-        F::Maintenance::root(self.root, self.identifier())
+        F::Maintenance::root(self.root, self.vmid.to_invalidate())
     }
 
     /// Where the root tables are.
@@ -86,15 +89,11 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         self.root
     }
 
-    /// The VMID or ASID that the tree has now.
-    pub fn identifier(&self) -> u16 {
-        self.identifier.load(Ordering::Relaxed) as u16
-    }
-
-    /// Gives the tree another VMID or ASID. The caller sees to it that no vCPU runs under the old one, and that
-    /// nothing is cached under the new one.
-    pub fn set_identifier(&self, identifier: u16) {
-        self.identifier.store(identifier.into(), Ordering::Relaxed);
+    /// The tree's identifier, for [`Vmids::current`](crate::vmid::Vmids::current): each vCPU calls that before it enters
+    /// the guest, and then reads [`root_register`](Self::root_register). Not for a tree that was made with an identifier
+    /// of its own.
+    pub fn vmid(&self) -> &TreeVmid {
+        &self.vmid
     }
 
     /// Attributes as the bits that this tree's leaves carry; made once, used for any number of entries.
@@ -221,8 +220,11 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         F::Maintenance::invalidate(self.machine, &self.context(), what);
     }
 
-    /// One invalidation on this CPU, complete on return.
+    /// One invalidation on this CPU, complete on return, where a fault has not done it by itself.
     pub(crate) fn invalidate_local(&self, counters: &Counters, gpa: Gpa) {
+        if F::Maintenance::FAULT_INVALIDATES {
+            return;
+        }
         bump(&counters.local_invalidations, 1);
         if skips(Skip::LocalInvalidation) {
             return;
@@ -236,6 +238,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         F::Maintenance::invalidate(self.machine, &self.context(), what);
     }
 
+    /// Read after the exchanges: see [`TreeVmid::to_invalidate`].
     fn context(&self) -> Context {
         Context { root: self.root_register(), page_shift: F::PAGE_SHIFT }
     }
