@@ -32,10 +32,11 @@ pub(crate) struct Board {
 }
 
 impl Board {
-    /// A board for so many vCPUs. With `checked`, those that share processors let each other run.
+    /// A board for so many vCPUs. With `checked`, a crowd of them lets each other run: an invalidation takes a look at
+    /// each, and would take a time slice of each otherwise. A few do not: being stopped anywhere finds more.
     pub(crate) fn new(vcpus: usize, checked: bool) -> Self {
         let processors = thread::available_parallelism().map_or(1, NonZero::get);
-        let yields = checked && vcpus >= processors;
+        let yields = checked && vcpus > 2 * processors;
         let pulse = || if yields { Pulse::yielding() } else { Pulse::default() };
         Self { pulses: (0..vcpus).map(|_| pulse()).collect(), stop: AtomicBool::new(false) }
     }
@@ -133,7 +134,7 @@ impl<'scope> Crew<'scope> {
     /// and then with the accesses that were completed since the threads were started.
     ///
     /// # Errors
-    /// The first vCPU that could not go on.
+    /// The first vCPU that could not go on. The crew is of no use then but to be dropped.
     pub(crate) fn wait(&mut self, mut look: impl FnMut(u64)) -> Result<Instant, Stopped> {
         let mut last = None;
         let mut running = self.tasks.len();
@@ -154,7 +155,7 @@ impl<'scope> Crew<'scope> {
     /// Waits until every vCPU has completed an access that was under way when this was called, or begun later.
     ///
     /// # Errors
-    /// A vCPU that could not go on.
+    /// A vCPU that could not go on, as for [`wait`](Self::wait).
     pub(crate) fn wait_for_access(&mut self) -> Result<(), Stopped> {
         let before: Vec<_> = self.completed().collect();
         loop {

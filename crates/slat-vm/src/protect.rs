@@ -6,10 +6,9 @@
 //! bits are walked over too, up to a limit. Where bits are left, their pages must stay writable, or they would fault
 //! once more than they have to: these words are protected by mask.
 
-use slat::{Format, Gpa, GpaRange, Machine};
+use slat::{Format, Gpa, GpaRange, Lookup, Machine};
 
 use crate::bitmap::{SECTION, Taken};
-use crate::vm::block_sizes;
 use crate::{Host, Vm, Worker};
 
 /// Words without bits that a stretch goes over: looking at 64 entries costs much less than an invalidation.
@@ -103,12 +102,17 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
         self.vm.protect(self.worker, range)
     }
 
-    /// If `edge` may lie inside of a block, splits the one that `page` is part of.
+    /// If `edge` lies inside of the block that `page` is part of, splits it.
     fn split_edge(&mut self, edge: u64, page: u64) {
-        let largest = block_sizes(self.vm.tree().format()).max().unwrap_or(1);
-        if edge & (largest - 1) != 0
-            && let Some(page) = GpaRange::new(Gpa(page), self.page_size())
-        {
+        let pin = self.worker.participant.pin();
+        let crosses = self.vm.trees().iter().any(|tree| match tree.look_up(&pin, Gpa(page)) {
+            Ok(Lookup::Mapped { level, .. }) => edge & (tree.geometry().size(level) - 1) != 0,
+            Ok(_) => false,
+            // Being changed: it may become a block.
+            Err(_) => true,
+        });
+        drop(pin);
+        if crosses && let Some(page) = GpaRange::new(Gpa(page), self.page_size()) {
             self.vm.split_part(self.worker, page);
         }
     }

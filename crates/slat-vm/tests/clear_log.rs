@@ -64,6 +64,23 @@ fn initially_all_set_protects_nothing_at_enable_and_every_bit_is_one() {
 }
 
 #[test]
+fn a_block_that_begins_or_ends_where_the_cleared_pages_do_is_not_split() {
+    let machine = Watched::new(1);
+    // Blocks of 2M in the middle of what a block of 1G would cover.
+    let (vm, mut worker) = vm_with_slot(&machine, 3 * BLOCK, HUGE_2M, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    (0..3).for_each(|block| _ = guest.write(block * BLOCK, 1));
+    vm.enable_log(&mut worker, 0, ALL_SET).unwrap();
+    assert_eq!(clear(&vm, &mut worker, 512, 512, &[u64::MAX; 8]), 512);
+    let levels: Vec<_> = (0..3).map(|block| level(&vm, &worker, block * BLOCK)).collect();
+    assert_eq!(levels, [Some(2); 3]);
+    assert!(writable(&vm, &worker, 0) && writable(&vm, &worker, 2 * BLOCK));
+    assert!(!writable(&vm, &worker, BLOCK));
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
 fn clearing_one_page_of_a_block_protects_that_page_and_no_other() {
     let machine = Watched::new(1);
     for options in [VmOptions::default(), eager(BLOCK)] {

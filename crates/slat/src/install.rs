@@ -75,6 +75,8 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let new = self.format.leaf(level, output, template.0);
         loop {
             let place = self.descend(pin, gpa, level);
+            let steps = self.geometry().start().height() - place.level.height() + 1;
+            bump(&pin.counters().visited, steps.into());
             let old = place.entry;
             let done = if old == EMPTY && place.level == level {
                 place.table.exchange(place.index, EMPTY, new).is_ok().then_some(Installed::New)

@@ -26,10 +26,10 @@ use audit::{Audit, Log};
 use options::Config;
 pub(crate) use options::{LONG_HELP, Options};
 
-/// Collections while vCPUs write, with `--check`.
-const ROUNDS: u32 = 32;
+/// Collections while vCPUs write, with `--check`: at least so many, and for so long.
+const ROUNDS: (u32, Duration) = (32, Duration::from_millis(300));
 /// After this long, so many are enough.
-const LONG: (Duration, u32) = (Duration::from_secs(10), 4);
+const LONG: (u32, Duration) = (4, Duration::from_secs(10));
 /// What vCPUs do then: stores, and loads that see whether the stores are there.
 const STORM: Pass = Pass { write_percent: 75, random: true };
 /// The first pass of every run.
@@ -193,10 +193,9 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
     fn storm(&mut self) -> Result<(), Failure> {
         self.stage.begin("check", None);
         let start = self.stage.crew.begin_running(STORM);
-        let collected = self.collect_in_storm(start);
+        self.collect_in_storm(start)?;
         self.stage.crew.stop();
         self.stage.crew.wait(|_| {})?;
-        collected?;
         self.sample();
         self.collect_untimed()?;
         self.compare(false);
@@ -208,9 +207,9 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
     }
 
     fn collect_in_storm(&mut self, start: Instant) -> Result<(), Failure> {
-        let (long, enough) = LONG;
-        for round in 0..ROUNDS {
-            if round >= enough && start.elapsed() > long {
+        for round in 0.. {
+            let enough = |(rounds, time)| round >= rounds && start.elapsed() > time;
+            if enough(ROUNDS) || enough(LONG) {
                 break;
             }
             self.sample();

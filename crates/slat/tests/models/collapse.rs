@@ -91,7 +91,7 @@ fn a_table_that_became_a_block_without_invalidation_is_still_in_a_tlb() {
 }
 
 #[test]
-#[should_panic(expected = "a freed table was used")]
+#[should_panic(expected = "use after free")]
 fn a_table_that_became_a_block_is_used_without_a_grace_period() {
     Model::without(Skip::GracePeriod).explore(a_block_over_a_table_in_use);
 }

@@ -130,7 +130,7 @@ impl Tables {
         let freed = table.freed;
         drop(memory);
         if freed || !ordered {
-            self.violation("a freed table was used");
+            self.violation("use after free: a freed table was used");
         }
     }
 
@@ -148,7 +148,7 @@ impl Tables {
             self.violation("a table was freed twice");
         }
         if !ordered {
-            self.violation("a table was freed while it could still be used");
+            self.violation("use after free: a table was freed while it could be used");
         }
         for tlb in &self.tlbs {
             if Self::lock(tlb).reaches(address) {

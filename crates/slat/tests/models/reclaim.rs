@@ -37,13 +37,13 @@ fn a_table_is_freed_when_nobody_can_stand_in_it() {
 }
 
 #[test]
-#[should_panic(expected = "freed")]
+#[should_panic(expected = "use after free")]
 fn a_table_freed_without_a_grace_period_is_looked_at() {
     Model::without(Skip::GracePeriod).explore(look_up_in_a_table_being_freed);
 }
 
 #[test]
-#[should_panic(expected = "freed")]
+#[should_panic(expected = "use after free")]
 fn a_pin_without_a_fence_does_not_keep_a_table() {
     Model::without(Skip::PinFence).explore(look_up_in_a_table_being_freed);
 }
@@ -72,7 +72,7 @@ fn a_later_pin_of_the_reader_ends_the_wait_for_its_earlier_one() {
 }
 
 #[test]
-#[should_panic(expected = "freed while it could still be used")]
+#[should_panic(expected = "use after free")]
 fn a_later_pin_says_nothing_of_the_earlier_one_unless_it_releases() {
     Model::without(Skip::PinRelease).explore(look_ups_in_a_table_being_freed);
 }
@@ -116,7 +116,7 @@ fn what_was_linked_below_a_detached_table_is_freed_with_it() {
 }
 
 #[test]
-#[should_panic(expected = "freed")]
+#[should_panic(expected = "use after free")]
 fn what_was_linked_below_a_table_freed_early_is_lost() {
     Model::without(Skip::GracePeriod).levels(3).explore(install_below_a_detached_table);
 }

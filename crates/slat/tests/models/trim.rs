@@ -82,7 +82,7 @@ fn a_mapping_is_lost_in_a_table_that_is_trimmed_without_freezing() {
 }
 
 #[test]
-#[should_panic(expected = "a freed table was used")]
+#[should_panic(expected = "use after free")]
 fn a_table_trimmed_without_a_grace_period_is_installed_into() {
     Model::without(Skip::GracePeriod).explore(fault_in_a_table_being_trimmed);
 }

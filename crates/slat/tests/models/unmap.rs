@@ -74,7 +74,7 @@ fn a_table_is_unmapped_while_a_page_is_installed_in_it() {
 }
 
 #[test]
-#[should_panic(expected = "a freed table was used")]
+#[should_panic(expected = "use after free")]
 fn a_table_freed_without_a_grace_period_is_installed_into() {
     Model::without(Skip::GracePeriod).cpus(2).explore(unmap_a_table_and_install);
 }
