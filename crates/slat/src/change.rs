@@ -18,6 +18,8 @@ pub(crate) trait Change {
     fn interest(&self) -> u64;
     /// The leaf after the change; the same if it needs none.
     fn apply(&self, leaf: u64) -> u64;
+    /// Whether [`covers`](Self::covers) leaves any page of the range out.
+    const SELECTS: bool = false;
     /// Whether any page of `start..end` is to be changed.
     #[inline(always)]
     fn covers(&self, start: u64, end: u64) -> bool {
@@ -109,11 +111,8 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
             || !self.change.covers(middle, end)
             || new[0] == old[0]
             || new[1] == old[1]
+            || !run.table.exchange_pair(index, old, new)
         {
-            return false;
-        }
-        self.before_exchange();
-        if !run.table.exchange_pair(index, old, new) {
             return false;
         }
         self.change.seen(old[0], start, middle);
@@ -125,19 +124,22 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
     #[inline(always)]
     fn chunk(&mut self, run: &Run<'_, M>, index: usize) -> Result<(), (Gpa, Flow)> {
         let wanted = self.change.interest();
+        let old: [u64; CHUNK] = core::array::from_fn(|n| run.table.load(index + n));
+        let (all, any) = old.iter().fold((u64::MAX, 0), |(all, any), &e| (all & e, any | e));
+        let dense = !C::SELECTS && F::is_valid(all) && all & wanted != 0 && any & LOCK_BIT == 0;
         // Which of the chunk were changed as pairs, a bit each.
         let mut paired = 0u32;
-        let mut result = Ok(());
-        for n in (0..CHUNK).step_by(2) {
-            let [a, b] = [run.table.load(index + n), run.table.load(index + n + 1)];
-            let both = F::is_valid(a & b) && a & wanted != 0 && b & wanted != 0;
-            if both && self.tree.pairs && self.pair(run, index + n, [a, b]) {
-                paired |= 0b11 << n;
-                continue;
-            }
-            for (n, old) in [(n, a), (n + 1, b)] {
-                if old & (wanted | LOCK_BIT) != 0 {
-                    result = result.and_then(|()| self.single(run, index + n));
+        if self.tree.pairs {
+            self.before_exchange();
+            for n in (0..CHUNK).step_by(2) {
+                let [a, b] = [old[n], old[n + 1]];
+                let both = dense
+                    || F::is_valid(a & b)
+                        && a & wanted != 0
+                        && b & wanted != 0
+                        && (a | b) & LOCK_BIT == 0;
+                if both && self.pair(run, index + n, [a, b]) {
+                    paired |= 0b11 << n;
                 }
             }
         }
@@ -148,11 +150,44 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
             self.changed.add(start, end, Some(Level::LAST));
             self.exchanged += u64::from(paired.count_ones());
         }
-        result
+        if paired == (1 << CHUNK) - 1 {
+            return Ok(());
+        }
+        self.rest(run, index, &old, paired)
     }
 
+    /// Those entries of a chunk, read as `old`, that were not changed as pairs.
+    fn rest(
+        &mut self,
+        run: &Run<'_, M>,
+        index: usize,
+        old: &[u64; CHUNK],
+        paired: u32,
+    ) -> Result<(), (Gpa, Flow)> {
+        let interest = self.change.interest() | LOCK_BIT;
+        for (n, &old) in old.iter().enumerate() {
+            if paired >> n & 1 == 0 && old & interest != 0 {
+                self.single(run, index + n, old)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One entry of the last level, read as `old`.
     #[inline(always)]
-    fn single(&mut self, run: &Run<'_, M>, index: usize) -> Result<(), (Gpa, Flow)> {
+    fn single(&mut self, run: &Run<'_, M>, index: usize, old: u64) -> Result<(), (Gpa, Flow)> {
+        let start = run.address(index);
+        let end = start + run.page_size();
+        if F::is_valid(old) && self.change.covers(start, end) {
+            let new = self.change.apply(old);
+            if new != old {
+                self.before_exchange();
+                if run.table.exchange(index, old, new).is_ok() {
+                    self.note(old, start, end, Level::LAST);
+                    return Ok(());
+                }
+            }
+        }
         let visit = run.visit(index);
         match self.one(&visit) {
             Flow::Next | Flow::Skip => Ok(()),
@@ -182,7 +217,7 @@ impl<F: Format, M: Machine, C: Change> Visitor<M> for Changer<'_, '_, F, M, C> {
         let mut index = run.from;
         while index < run.to {
             if !index.is_multiple_of(CHUNK) || run.to - index < CHUNK {
-                self.single(run, index)?;
+                self.single(run, index, run.table.load(index))?;
                 index += 1;
                 continue;
             }

@@ -6,25 +6,18 @@ use crate::change::Change;
 use crate::machine::{Event, Machine, Promise};
 use crate::{Error, Format, Gpa, GpaRange, Participant, Tree};
 
-struct WriteProtect<F, S> {
-    pages: Pages,
+/// With `MASKED`, of those of 64 pages from `first` on whose bit is set in `mask`. The walk keeps between the first and
+/// the last of them.
+struct WriteProtect<F, S, const MASKED: bool> {
+    first: u64,
+    mask: u64,
     dirty: S,
     format: PhantomData<F>,
 }
 
-/// Which pages of the walk's range are meant.
-#[derive(Clone, Copy)]
-enum Pages {
-    All,
-    /// Those whose bit is set, of 64 from `first` on. The walk keeps between the first and the last of them.
-    Masked {
-        first: u64,
-        mask: u64,
-    },
-}
-
-impl<F: Format, S: FnMut(GpaRange)> Change for WriteProtect<F, S> {
+impl<F: Format, S: FnMut(GpaRange), const MASKED: bool> Change for WriteProtect<F, S, MASKED> {
     const INVALIDATES: bool = true;
+    const SELECTS: bool = MASKED;
     const EXACT: bool = true;
 
     #[inline(always)]
@@ -39,14 +32,12 @@ impl<F: Format, S: FnMut(GpaRange)> Change for WriteProtect<F, S> {
 
     #[inline(always)]
     fn covers(&self, start: u64, end: u64) -> bool {
-        match self.pages {
-            Pages::All => true,
-            Pages::Masked { first, mask } => {
-                let skip = (start - first) >> F::PAGE_SHIFT;
-                let pages = (end - start) >> F::PAGE_SHIFT;
-                mask >> skip & (u64::MAX >> (64 - pages)) != 0
-            }
+        if !MASKED {
+            return true;
         }
+        let skip = (start - self.first) >> F::PAGE_SHIFT;
+        let pages = (end - start) >> F::PAGE_SHIFT;
+        self.mask >> skip & (u64::MAX >> (64 - pages)) != 0
     }
 
     #[inline(always)]
@@ -77,7 +68,9 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         dirty: impl FnMut(GpaRange),
     ) -> Result<u64, Error> {
         self.check(range)?;
-        self.protect(who, range, Pages::All, dirty, Promise::ReadOnly(range))
+        let (first, mask, format) = (0, 0, PhantomData);
+        let change = WriteProtect::<F, _, false> { first, mask, dirty, format };
+        self.protect(who, range, change, Promise::ReadOnly(range))
     }
 
     /// Write-protects those of 64 pages from `first` on whose bit is set in `mask`, bit 0 the first page: one section
@@ -108,7 +101,9 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         self.check(range)?;
         let page_size = self.geometry().page_size();
         let promise = Promise::ReadOnlyPages { first, mask, page_size };
-        self.protect(who, range, Pages::Masked { first: first.0, mask }, dirty, promise)
+        let (first, format) = (first.0, PhantomData);
+        let change = WriteProtect::<F, _, true> { first, mask, dirty, format };
+        self.protect(who, range, change, promise)
     }
 
     #[inline(always)]
@@ -116,12 +111,10 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         &self,
         who: &Participant<'_, M>,
         range: GpaRange,
-        pages: Pages,
-        dirty: impl FnMut(GpaRange),
+        change: impl Change,
         promise: Promise,
     ) -> Result<u64, Error> {
         self.machine.observe(Event::Begin);
-        let change = WriteProtect::<F, _> { pages, dirty, format: PhantomData };
         let result = self.change(who, range, change);
         self.machine.observe(Event::End(if result.is_ok() { promise } else { Promise::Nothing }));
         result.map(|(_, leaves)| leaves)
