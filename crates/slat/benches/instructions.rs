@@ -293,7 +293,7 @@ fn trim(mut b: Ready) -> Ready {
 fn fill(mut tables: Vec<[u64; 512]>) -> Vec<[u64; 512]> {
     for (table, block) in tables.iter_mut().zip(0..) {
         for (entry, page) in black_box(table).iter_mut().zip(0..) {
-            *entry = 2 * BASE + block * BLOCK + page * PAGE | LEAF;
+            *entry = (2 * BASE + block * BLOCK + page * PAGE) | LEAF;
         }
     }
     tables

@@ -190,10 +190,10 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// had and the access flag and dirty state that any of them had. Returns how many tables became blocks.
     ///
     /// Best effort: a table in which another thread is at work is left alone. Costs an exchange and a store an entry
-    /// and one invalidation a block.
+    /// and one invalidation a block. Note that one read-only page makes its whole block read-only.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], [`Error::Misaligned`].
+    /// [`Error::OutOfRange`], [`Error::Misaligned`], [`Error::OtherMachine`].
     pub fn collapse(&self, who: &mut Participant<'_, M>, range: GpaRange) -> Result<u64, Error> {
         self.check(range)?;
         let mut total = 0;
@@ -260,7 +260,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// the tree. Best effort, as [`collapse`](Self::collapse); a table that holds an owner's note is not empty.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`], [`Error::Misaligned`].
+    /// [`Error::OutOfRange`], [`Error::Misaligned`], [`Error::OtherMachine`].
     pub fn trim(&self, who: &mut Participant<'_, M>, range: GpaRange) -> Result<u64, Error> {
         self.check(range)?;
         let mut total = 0;

@@ -22,9 +22,9 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
 }
 
 impl<F: Format, M: Machine> Destroy<'_, F, M> {
-    /// Frees up to `tables` tables. `true`: there are more.
+    /// Frees up to `tables` tables, at least one. `true`: there may be more.
     pub fn step(&mut self, tables: usize) -> bool {
-        (0..tables).all(|_| self.free_one())
+        (0..tables.max(1)).all(|_| self.free_one())
     }
 
     /// Frees the first table that has no table below. `false`: there is none.

@@ -40,7 +40,7 @@ impl<F: Format, S: FnMut(GpaRange)> Change for Harvest<F, S> {
 
 impl<F: Format, M: Machine> Tree<'_, F, M> {
     /// Reports the part inside `range` of every leaf that hardware has marked dirty, and marks the leaf clean.
-    /// Returns how many leaves were dirty.
+    /// Returns how many leaves were dirty. `sink` must neither panic nor use the tree.
     ///
     /// When it returns, every later write marks its leaf again: the reported pages may be read from then on, not
     /// before. A leaf that is writable without dirty state is not reported and not changed. A dirty block is reported

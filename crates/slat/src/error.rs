@@ -41,8 +41,20 @@ pub enum Error {
         /// Who.
         owner: Owner,
     },
-    /// The participant, pin or reserve belongs to another machine than the tree.
+    /// The participant, pin, reserve or unlinked tree belongs to another machine than the tree.
     OtherMachine,
+    /// The template or unlinked tree was made by a tree whose format is configured differently.
+    OtherFormat,
+    /// Something stands where an unlinked tree was to be linked.
+    Occupied {
+        /// Where.
+        at: Gpa,
+    },
+    /// There is no table yet that an unlinked tree could be linked into.
+    NoTable {
+        /// The level at which the tree ends.
+        level: crate::Level,
+    },
     /// Another thread is changing this entry: let the guest run again, or call again.
     Retry,
     /// More tables wait for a grace period than the backlog holds: call [`Tree::reclaim`](crate::Tree::reclaim),
@@ -65,7 +77,12 @@ impl fmt::Display for Error {
             Self::NoMemory(no) => no.fmt(f),
             Self::Owned { at, owner } => write!(f, "{at} belongs to owner {}", owner.0),
             Self::OtherMachine => {
-                f.write_str("this participant or reserve belongs to another machine than the tree")
+                f.write_str("the participant, reserve or unlinked tree belongs to another machine than the tree")
+            }
+            Self::OtherFormat => f.write_str("made for a tree with another configuration of the format"),
+            Self::Occupied { at } => write!(f, "something is mapped or noted at {at}: unmap it first"),
+            Self::NoTable { level } => {
+                write!(f, "the entry at level {} is empty: map something beside first", level.number())
             }
             Self::Retry => f.write_str("another thread is changing this entry: try again"),
             Self::Backlog => f.write_str("too many tables wait to be freed: reclaim first"),

@@ -141,7 +141,17 @@ impl core::error::Error for FormatError {}
 ///
 /// All functions are pure and small; they are inlined into every walk. Entries that this trait is asked to build or
 /// take apart are valid ones, except in [`is_valid`](Self::is_valid) and [`is_table`](Self::is_table).
-pub trait Format: Copy + Send + Sync + 'static {
+///
+/// # Safety
+/// The engine follows table addresses that it reads out of entries, and so does hardware. The implementor promises that
+/// [`is_table`](Self::is_table) is true of what [`table`](Self::table) makes and of nothing else that this trait makes,
+/// that [`next`](Self::next) gives back its address, that a table has `1 << INDEX_BITS` entries, that
+/// [`thaw`](Self::thaw) undoes [`freeze`](Self::freeze), and that the geometry is that of these constants.
+#[expect(
+    unsafe_code,
+    reason = "the engine follows the addresses that a format takes out of entries"
+)]
+pub unsafe trait Format: Copy + PartialEq + Send + Sync + 'static {
     /// log2 of the granule in bytes.
     const PAGE_SHIFT: u32;
     /// log2 of the entries of one table.
@@ -180,6 +190,8 @@ pub trait Format: Copy + Send + Sync + 'static {
     fn output(&self, entry: u64, level: Level) -> Hpa;
     /// The template that a leaf entry was made with (access flag and dirty state as they are now).
     fn template_of(&self, entry: u64, level: Level) -> u64;
+    /// Whether a template is one that this format, as it is configured, would make.
+    fn fits(&self, template: u64) -> bool;
     /// A template in words.
     fn attributes(&self, template: u64) -> Attributes;
     /// The largest output address width, in bits.

@@ -54,7 +54,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// [`Error::Retry`]: another thread is changing the entry, let the guest run again. [`Error::NeedTables`]: unpin,
     /// top up, check everything again. [`Error::Owned`]; [`Error::Backlog`]. [`Error::Level`]: the format has no such
     /// leaf, or tables stand more than one level deep where it should go: take a lower level. [`Error::OutOfRange`],
-    /// [`Error::Misaligned`], [`Error::OutputTooLarge`]. Nothing was changed then (a split may have been, which
+    /// [`Error::Misaligned`], [`Error::OutputTooLarge`]; [`Error::OtherMachine`], [`Error::OtherFormat`]. Nothing was changed then (a split may have been, which
     /// changes no translation).
     #[inline(always)]
     pub fn install(
@@ -64,12 +64,13 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         leaf: &Leaf,
     ) -> Result<Installed, Error> {
         let &Leaf { gpa, level, output, template } = leaf;
-        let size = self.geometry().size(level);
         self.check_machine(pin.machine())?;
         self.check_machine(reserve.machine())?;
         if !self.format.leaf_allowed(level) {
             return Err(Error::Level(level));
         }
+        self.check_template(template)?;
+        let size = self.geometry().size(level);
         self.check_address(gpa, size)?;
         self.check_output(output, size, level)?;
         let new = self.format.leaf(level, output, template.0);

@@ -70,10 +70,13 @@ impl Geometry {
         self.page_shift + self.index_bits * level.height()
     }
 
-    /// The bytes that one entry at `level` covers.
+    /// The bytes that one entry at `level` covers; 0 where that does not fit 64 bits.
     #[inline(always)]
     pub const fn size(&self, level: Level) -> u64 {
-        1 << self.shift(level)
+        match 1u64.checked_shl(self.shift(level)) {
+            Some(size) => size,
+            None => 0,
+        }
     }
 
     /// log2 of the granule in bytes.

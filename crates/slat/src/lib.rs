@@ -42,7 +42,7 @@
 //!
 //! let board = Board { slots: Default::default() };
 //! let tree = Tree::new(&board, Stage2::<K4>::new(40)?, 1)?;
-//! let mut worker = Participant::register(&board)?;
+//! let worker = Participant::register(&board)?;
 //! let mut reserve = Reserve::new(&board);
 //!
 //! // 1 GiB of guest memory at 1 GiB, in the largest blocks that fit; then 4 KiB of it read-only.

@@ -199,6 +199,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
             return Err(Error::Level(largest));
         }
         self.check_machine(reserve.machine())?;
+        self.check_template(template)?;
         self.check(range)?;
         self.check_output(output, range.size(), Level::LAST)?;
         let offset = output.0.wrapping_sub(range.start().0);

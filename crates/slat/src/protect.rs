@@ -53,7 +53,8 @@ impl<F: Format, S: FnMut(GpaRange), const MASKED: bool> Change for WriteProtect<
 impl<F: Format, M: Machine> Tree<'_, F, M> {
     /// Takes the permission to write from every leaf that `range` touches, and from hardware the licence to give it
     /// back (DBM). A block that reaches beyond the range loses it as a whole: split it first if that is too much.
-    /// Returns how many leaves changed; `dirty` hears of each that hardware had marked dirty, a mark which goes too.
+    /// Returns how many leaves changed; `dirty` hears of each that hardware had marked dirty, a mark which goes too, and must neither
+    /// panic nor use the tree.
     ///
     /// When it returns, no CPU has a translation in its TLB that lets a write through, also where another thread has
     /// changed the entry (rule 9). Costs a load an unchanged entry, half a 16-byte exchange a changed one, and one

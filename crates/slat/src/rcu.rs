@@ -119,11 +119,13 @@ impl<'m, M: Machine> Participant<'m, M> {
     /// Pins: until the guard is dropped, no table that a walk finds is freed.
     ///
     /// While pinned, do not allocate, block, or wait; a grace period cannot be asked for, since that takes the
-    /// participant mutably. Nested pins cost a counter.
+    /// participant mutably. Nested pins cost a counter. A pin that is leaked makes every grace period wait until its
+    /// participant is dropped.
     #[inline(always)]
     pub fn pin(&self) -> Pin<'_, M> {
         let depth = self.depth.get();
-        self.depth.set(depth + 1);
+        // Saturated by pins that were leaked, it stays so: then the participant is pinned for good.
+        self.depth.set(depth.saturating_add(1));
         if depth == 0 {
             self.machine.preemption(true);
             // Rule 1: the full fence orders the pin before every entry that is read under it.
@@ -192,9 +194,12 @@ impl<M: Machine> Drop for Pin<'_, M> {
     #[inline(always)]
     fn drop(&mut self) {
         let participant = self.participant;
-        let depth = participant.depth.get() - 1;
-        participant.depth.set(depth);
-        if depth == 0 {
+        let depth = participant.depth.get();
+        if depth == u32::MAX {
+            return;
+        }
+        participant.depth.set(depth - 1);
+        if depth == 1 {
             participant.machine.observe(Event::Unpinned);
             let pin = &participant.slot.pin;
             // Release: everything done under the pin comes before whoever sees it given up.

@@ -62,6 +62,7 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         range: GpaRange,
         template: Template,
     ) -> Result<u64, Error> {
+        self.check_template(template)?;
         self.check(range)?;
         let relax = Relax::<F> { template: template.0, format: PhantomData };
         self.change(who, range, relax).map(|(_, leaves)| leaves)

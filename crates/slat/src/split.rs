@@ -1,6 +1,6 @@
 //! Splitting: a block becomes a table of smaller leaves that translate the same.
 
-use crate::entry::{EMPTY, LOCKED};
+use crate::entry::{EMPTY, LOCK_BIT, LOCKED};
 use crate::machine::Machine;
 use crate::maintenance::Invalidation;
 use crate::rcu::{Counters, bump};
@@ -158,7 +158,8 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     ///
     /// # Errors
     /// With the tree itself, so that nothing is lost: [`Error::OutOfRange`]; [`Error::Misaligned`] if `at` is not
-    /// where such an entry begins; [`Error::Retry`] if the entry is not empty, or not there.
+    /// where such an entry begins; [`Error::Occupied`]; [`Error::NoTable`] if the tree ends above it; [`Error::Retry`];
+    /// [`Error::OtherMachine`], [`Error::OtherFormat`].
     pub fn link(
         &self,
         pin: &Pin<'_, M>,
@@ -168,14 +169,26 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let Some(level) = Level::new(unlinked.level.number() - 1) else {
             return Err((Error::Level(unlinked.level), unlinked));
         };
+        if unlinked.format != self.format {
+            return Err((Error::OtherFormat, unlinked));
+        }
         let checked = self.check_machine(pin.machine()).and(self.check_machine(unlinked.machine));
         if let Err(error) = checked.and(self.check_address(at, self.geometry().size(level))) {
             return Err((error, unlinked));
         }
         let place = self.descend(pin, at, level);
         let new = self.format.table(unlinked.table);
-        if place.level != level || place.table.exchange(place.index, EMPTY, new).is_err() {
-            return Err((Error::Retry, unlinked));
+        let refused = if place.entry & LOCK_BIT != 0 {
+            Some(Error::Retry)
+        } else if place.entry != EMPTY {
+            Some(Error::Occupied { at })
+        } else if place.level != level {
+            Some(Error::NoTable { level: place.level })
+        } else {
+            place.table.exchange(place.index, EMPTY, new).err().map(|_| Error::Retry)
+        };
+        if let Some(error) = refused {
+            return Err((error, unlinked));
         }
         let tables = self.geometry().tables_below(level, unlinked.to);
         bump(&pin.counters().linked, tables as u64);

@@ -16,7 +16,8 @@ use crate::{Attributes, Error, Format, Geometry, Gpa, GpaRange, Hpa, Level, NoMe
 ///
 /// Operations on a range take a [`Participant`](crate::Participant) and pin it themselves, a table's worth of entries
 /// at a time; operations on one address take a [`Pin`], so that the caller can check what else must hold in the same
-/// pin (rules 7, 8 and 10).
+/// pin (rules 7, 8 and 10). Those that may wait for a grace period, since they free tables, take the participant mutably:
+/// that is how the compiler knows that it is not pinned.
 #[derive(Debug)]
 pub struct Tree<'m, F: Format, M: Machine> {
     pub(crate) machine: &'m M,
@@ -153,6 +154,12 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     #[inline(always)]
     pub(crate) fn check_machine(&self, other: &M) -> Result<(), Error> {
         if core::ptr::eq(self.machine, other) { Ok(()) } else { Err(Error::OtherMachine) }
+    }
+
+    /// A template of this tree, or of one that is configured alike.
+    #[inline(always)]
+    pub(crate) fn check_template(&self, template: Template) -> Result<(), Error> {
+        if self.format.fits(template.0) { Ok(()) } else { Err(Error::OtherFormat) }
     }
 
     /// A range whose every address the tree can translate, in whole granules.

@@ -1,7 +1,6 @@
 //! Unlinked trees: tables that are filled before anyone can see them, and linked with one store.
 
 use core::fmt;
-use core::marker::PhantomData;
 
 use crate::machine::Machine;
 use crate::table::Table;
@@ -112,6 +111,10 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         if to <= level || !self.format.leaf_allowed(to) {
             return Err(Error::Level(to));
         }
+        if level < self.geometry().start() {
+            return Err(Error::Level(level));
+        }
+        self.check_template(template)?;
         self.check_output(output, self.geometry().size(level), level)?;
         let tables = self.geometry().tables_below(level, to);
         let table = (reserve.len() >= tables)
@@ -122,7 +125,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     }
 
     fn unlinked(&self, table: Hpa, block: Level, to: Level) -> Unlinked<'m, F, M> {
-        Unlinked { machine: self.machine, table, level: block.below(), to, format: PhantomData }
+        Unlinked { machine: self.machine, table, level: block.below(), to, format: self.format }
     }
 
     /// Takes an unlinked tree apart, back into a reserve of the machine that it came from.
@@ -148,7 +151,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
 #[must_use = "link it or dismantle it: its tables are lost otherwise"]
 pub struct Unlinked<'m, F, M> {
     pub(crate) machine: &'m M,
-    format: PhantomData<F>,
+    pub(crate) format: F,
     pub(crate) table: Hpa,
     pub(crate) level: Level,
     pub(crate) to: Level,

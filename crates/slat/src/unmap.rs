@@ -19,7 +19,7 @@ pub enum Edges {
     /// It is split first: what lies outside stays mapped. Takes tables from the reserve.
     #[default]
     Exact,
-    /// It goes as a whole: what lies outside will fault back.
+    /// It goes as a whole: what lies outside will fault back. An owner's note that reaches beyond the range stays.
     Whole,
 }
 
@@ -131,6 +131,10 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
             let valid = F::is_valid(old);
             let covered = visit.end - visit.start == self.tree.geometry().size(level);
             let whole = covered || valid && self.edges == Edges::Whole;
+            if !whole && self.edges == Edges::Whole {
+                // A note, or nothing: no translation to remove, and what lies outside is none of this range's.
+                return Flow::Next;
+            }
             if !whole {
                 return match self.open_up(visit, old) {
                     // The table can be a leaf again (collapse, trim) before a walk gets into it: look again.
@@ -234,7 +238,8 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Visitor<M> for Sweep<'_, '_, F, 
 impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// Unmaps `range`: mappings and owner notes alike. Returns how many entries (leaves and whole tables) went.
     ///
-    /// `dirty` hears of each removed leaf that hardware had marked dirty. When it returns, no CPU translates anything
+    /// `dirty` hears of each removed leaf that hardware had marked dirty; it runs with entries locked, so it must neither
+    /// panic nor use the tree. When it returns, no CPU translates anything
     /// in the range. Costs, where tables are covered, one exchange and one store a table, one invalidation for all of a
     /// table's entries, and a share of a grace period; otherwise an exchange and a store a page.
     ///

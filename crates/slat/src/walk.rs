@@ -260,7 +260,7 @@ impl<F: Format, M: Machine, V: Visitor<M>> Walk<'_, '_, F, M, V> {
             let run = Run { table, from: index, to, start: self.at, page_shift: F::PAGE_SHIFT };
             self.visited += pages;
             if let Err((at, flow)) = self.visitor.run(&run) {
-                self.at = at.0;
+                self.at = at.0.clamp(self.at, self.at + (pages << F::PAGE_SHIFT));
                 return End::Flow(flow);
             }
             self.budget -= pages as usize;

@@ -597,7 +597,9 @@ fn an_unlinked_tree_is_linked_whole_or_comes_back() {
     s.map(M2, K, 3);
     let unlinked = build(&mut s);
     let (error, unlinked) = s.tree.link(&s.who.pin(), Gpa(M2), unlinked).unwrap_err();
-    assert_eq!(error, Error::Retry);
+    assert_eq!(error, Error::Occupied { at: Gpa(M2) });
+    let (error, unlinked) = s.tree.link(&s.who.pin(), Gpa(5 * G1), unlinked).unwrap_err();
+    assert_eq!(error, Error::NoTable { level: level(1) });
     s.tree.link(&s.who.pin(), Gpa(2 * M2), unlinked).unwrap();
     assert_eq!(s.leaf(2 * M2 + 5 * K), Some((3, 4 * M2 + 5 * K, Attributes::RW)));
     let unlinked = build(&mut s);
@@ -624,6 +626,58 @@ fn bad_input_is_refused_with_what_it_should_be() {
     assert_eq!(refused, Err(Error::OutputTooLarge { bits: 48 }));
     assert_eq!(s.tree.look_up(&s.who.pin(), limit), Err(Error::OutOfRange { limit }));
     assert!(Participant::register(&heap).is_err());
+}
+
+#[test]
+fn templates_and_unlinked_trees_of_another_configuration_are_refused() {
+    let heap = Heap::new(4096, 1);
+    let mut s = setup(&heap);
+    let wide = Tree::new(&heap, Stage2::<K4>::wide(48).unwrap(), 2).unwrap();
+    let dirty =
+        Tree::new(&heap, Stage2::<K4>::new(40).unwrap().with_hardware_dirty(true), 3).unwrap();
+    let clean = Attributes { dirty: slat::Dirty::Clean, ..Attributes::RW };
+    for template in [wide.template(Attributes::RW).unwrap(), dirty.template(clean).unwrap()] {
+        let leaf = Leaf { gpa: Gpa(0), level: Level::LAST, output: Hpa(0), template };
+        let refused = Err(Error::OtherFormat);
+        assert_eq!(s.tree.install(&s.who.pin(), &mut s.reserve, &leaf), refused);
+        let (who, reserve) = (&s.who, &mut s.reserve);
+        let all = range(0, M2);
+        assert_eq!(
+            s.tree.map(who, reserve, all, Hpa(0), template, level(2)),
+            Err(Error::OtherFormat)
+        );
+        assert_eq!(s.tree.relax(who, all, template), Err(Error::OtherFormat));
+    }
+    let rw = s.tree.template(Attributes::RW).unwrap();
+    let built = s.tree.build_unlinked(&mut s.reserve, level(2), Hpa(0), rw, Level::LAST).unwrap();
+    let (error, built) = wide.link(&s.who.pin(), Gpa(0), built).unwrap_err();
+    assert_eq!(error, Error::OtherFormat);
+    s.tree.dismantle(&mut s.reserve, built).unwrap();
+}
+
+#[test]
+fn levels_that_a_tree_has_not_are_refused() {
+    let heap = Heap::new(65536, 1);
+    let tree = Tree::new(&heap, Stage2::<slat::format::arm::K64>::new(48).unwrap(), 1).unwrap();
+    let who = Participant::register(&heap).unwrap();
+    let mut reserve = Reserve::new(&heap);
+    let template = tree.template(Attributes::RW).unwrap();
+    let leaf = Leaf { gpa: Gpa(0), level: Level::TOP, output: Hpa(0), template };
+    assert_eq!(tree.install(&who.pin(), &mut reserve, &leaf), Err(Error::Level(Level::TOP)));
+    let built = tree.build_unlinked(&mut reserve, Level::TOP, Hpa(0), template, Level::LAST);
+    assert_eq!(built.unwrap_err(), Error::Level(Level::TOP));
+    assert_eq!(tree.geometry().size(Level::TOP), 0);
+}
+
+#[test]
+fn a_note_that_reaches_beyond_the_range_outlives_an_unmap_of_whole_leaves() {
+    let heap = Heap::new(4096, 1);
+    let mut s = setup(&heap);
+    let (who, reserve) = (&mut s.who, &mut s.reserve);
+    s.tree.set_owner(who, reserve, range(0, M2), Owner(3), |_| {}).unwrap();
+    let mut empty = Reserve::new(&heap);
+    s.tree.unmap(&mut s.who, &mut empty, range(K, K), Edges::Whole, |_| {}).unwrap();
+    assert_eq!(s.look(K), Lookup::Owned { owner: Owner(3), level: level(2) });
 }
 
 #[test]

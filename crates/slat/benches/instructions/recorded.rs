@@ -7,14 +7,14 @@ use std::process::Command;
 /// Instructions by `function.case`.
 pub(crate) type Counts = BTreeMap<String, u64>;
 
-/// Counts of the same compiler repeat to the instruction; what may change is how a change elsewhere is inlined.
+/// The same compiler makes the same code of the same sources, anywhere; a change elsewhere may change what it inlines.
 const SAME_COMPILER: f64 = 0.02;
 const OTHER_COMPILER: f64 = 0.15;
 
 /// What made the machine code.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Toolchain {
-    /// `rustc 1.90.0 (…)`.
+    /// Its release, such as `1.90.0`.
     rustc: String,
     /// The target triple.
     target: String,

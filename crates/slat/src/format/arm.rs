@@ -155,7 +155,10 @@ impl<G: Granule> Stage2<G> {
     }
 }
 
-impl<G: Granule> Format for Stage2<G> {
+// SAFETY: bits 1:0 are 0b11 in table entries and, above the last level, in no leaf; `next` masks out the address bits that
+// `table` put in; the constants are the granule's, and so is the geometry that `build` computed.
+#[expect(unsafe_code, reason = "promises what `Format` asks")]
+unsafe impl<G: Granule> Format for Stage2<G> {
     const PAGE_SHIFT: u32 = G::SHIFT;
     const WRITE: u64 = S2AP_WRITE | DBM;
     const ACCESSED: u64 = ACCESSED;
@@ -244,6 +247,19 @@ impl<G: Granule> Format for Stage2<G> {
     #[inline(always)]
     fn template_of(&self, entry: u64, _level: Level) -> u64 {
         entry & !(self.in_place | self.high | TABLE_OR_PAGE)
+    }
+
+    #[inline(always)]
+    fn fits(&self, template: u64) -> bool {
+        let cached = template & MEMORY;
+        let foreign = self.in_place
+            | self.high
+            | TABLE_OR_PAGE
+            | if self.hardware_dirty { 0 } else { DBM }
+            | if self.xnx { 0 } else { XN0 };
+        template & foreign == 0
+            && template & self.base == self.base
+            && (cached == self.normal || cached == NON_CACHEABLE || cached == DEVICE)
     }
 
     fn attributes(&self, template: u64) -> Attributes {

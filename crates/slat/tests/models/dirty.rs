@@ -79,7 +79,8 @@ impl Log {
             let world = worker.world;
             world.tree.write_protect_mask(&worker.who, Gpa(0), 1, |_| {}).unwrap();
             let through = world.machine.caches(gpa(0), |cached| cached.writes());
-            let marked = self.bit.load(Ordering::Acquire);
+            // The bit as it is now: an exchange reads no older one.
+            let marked = self.bit.fetch_or(false, Ordering::AcqRel);
             world.expect(!through || marked, "collected, and writable without a fault");
         }
         if order == Collection::Protects {

@@ -14,7 +14,7 @@ pub(crate) const BLOCK: Level = match Level::new(2) {
 };
 
 /// Stage 2 as Arm has it, but for the number of entries in a table.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Tiny {
     geometry: Geometry,
     arm: Stage2<K4>,
@@ -36,7 +36,8 @@ impl Tiny {
     }
 }
 
-impl Format for Tiny {
+// SAFETY: Arm's own format, but for the constant; the geometry is made of the constants.
+unsafe impl Format for Tiny {
     const PAGE_SHIFT: u32 = 12;
     const INDEX_BITS: u32 = 1;
     const WRITE: u64 = Stage2::<K4>::WRITE;
@@ -54,6 +55,10 @@ impl Format for Tiny {
 
     fn is_table(entry: u64, level: Level) -> bool {
         Stage2::<K4>::is_table(entry, level)
+    }
+
+    fn fits(&self, template: u64) -> bool {
+        self.arm.fits(template)
     }
 
     fn leaf_allowed(&self, level: Level) -> bool {

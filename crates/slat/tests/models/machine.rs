@@ -29,6 +29,28 @@ struct Table {
     life: UnsafeCell<()>,
 }
 
+/// One CPU of the guest.
+struct Cpu {
+    tlb: Mutex<Tlb>,
+    /// Held during a walk and the access that it is for: an invalidation waits for them, as `dsb` does.
+    walking: loom::sync::Mutex<()>,
+}
+
+impl Cpu {
+    fn new() -> Self {
+        Self { tlb: Mutex::new(Tlb::default()), walking: loom::sync::Mutex::new(()) }
+    }
+
+    fn exclude_walks(&self) -> loom::sync::MutexGuard<'_, ()> {
+        sync::turn();
+        self.walking.lock().unwrap()
+    }
+
+    fn tlb(&self) -> std::sync::MutexGuard<'_, Tlb> {
+        self.tlb.lock().unwrap()
+    }
+}
+
 /// Table memory, CPUs, and what has gone wrong.
 ///
 /// The locks of `std` are never held across an operation of loom, so they are never contended.
@@ -37,8 +59,7 @@ pub(crate) struct Tables {
     slots: Vec<Slot>,
     memory: Mutex<Vec<Table>>,
     root: OnceLock<Hpa>,
-    /// The TLB of each CPU. Holding its lock during a walk makes an invalidation wait for the walk, as `dsb` does.
-    tlbs: Vec<loom::sync::Mutex<Tlb>>,
+    cpus: Vec<Cpu>,
     /// Which thread is which CPU.
     running: Mutex<Vec<(ThreadId, usize)>>,
     /// Invalidations that no barrier has completed yet.
@@ -58,7 +79,7 @@ impl Tables {
             slots: (0..slots).map(|_| Slot::new()).collect(),
             memory: Mutex::new(Vec::new()),
             root: OnceLock::new(),
-            tlbs: (0..cpus).map(|_| loom::sync::Mutex::new(Tlb::default())).collect(),
+            cpus: (0..cpus).map(|_| Cpu::new()).collect(),
             running: Mutex::new(Vec::new()),
             pending: Mutex::new(Vec::new()),
             waits: AtomicUsize::new(0),
@@ -150,10 +171,12 @@ impl Tables {
         if !ordered {
             self.violation("use after free: a table was freed while it could be used");
         }
-        for tlb in &self.tlbs {
-            if Self::lock(tlb).reaches(address) {
+        for cpu in &self.cpus {
+            let walks = cpu.exclude_walks();
+            if cpu.tlb().reaches(address) {
                 self.violation("a table was freed while a TLB could still reach it");
             }
+            drop(walks);
         }
     }
 
@@ -163,18 +186,14 @@ impl Tables {
         unsafe { self.entries(table).add(index).as_ref() }
     }
 
-    fn lock<'t>(tlb: &'t loom::sync::Mutex<Tlb>) -> loom::sync::MutexGuard<'t, Tlb> {
-        sync::turn();
-        tlb.lock().unwrap()
-    }
-
     /// Clears what `covers` covers, on one CPU or on all.
     fn invalidate(&self, cpu: Option<usize>, covers: &[Cover]) {
-        for (number, tlb) in self.tlbs.iter().enumerate() {
-            if cpu.is_none_or(|cpu| cpu == number) {
-                let mut tlb = Self::lock(tlb);
-                covers.iter().for_each(|cover| tlb.invalidate(cover));
-            }
+        for (_, cpu) in
+            self.cpus.iter().enumerate().filter(|&(n, _)| cpu.is_none_or(|cpu| cpu == n))
+        {
+            let walks = cpu.exclude_walks();
+            covers.iter().for_each(|cover| cpu.tlb().invalidate(cover));
+            drop(walks);
         }
     }
 
@@ -196,7 +215,7 @@ impl Tables {
 
     /// One walk of the hardware, from the root or from what a walk cache remembers. Hardware may walk at any time for
     /// any address, also for one that the TLB translates.
-    fn walk(&self, tlb: &mut Tlb, gpa: Gpa) {
+    fn walk(&self, cpu: &Cpu, gpa: Gpa) {
         let geometry = self.format.geometry();
         let mut table = *self.root.get().unwrap();
         let mut level = geometry.start();
@@ -205,22 +224,22 @@ impl Tables {
             let start = gpa.0 & !(size - 1);
             let index = (gpa.0 / size) as usize % ENTRIES;
             let entry = self.entry(table, index).read();
-            let remembered = tlb.table(level, gpa);
+            let remembered = cpu.tlb().table(level, gpa);
             let next = if Tiny::is_table(entry, level) {
                 let next = self.format.next(entry);
-                let another_size = self.features.bbm_level < 2 && tlb.covers(gpa, level);
+                let another_size = self.features.bbm_level < 2 && cpu.tlb().covers(gpa, level);
                 if remembered.is_some_and(|table| table != next) || another_size {
                     self.violation("break-before-make: a table meets another translation in a TLB");
                 }
-                tlb.remember(level, start, size, next);
+                cpu.tlb().remember(level, start, size, next);
                 remembered.unwrap_or(next)
             } else if Tiny::is_valid(entry) {
                 let output = self.format.output(entry, level);
                 let new = Cached { start, size, level, output, entry, table, index };
-                if remembered.is_some() || tlb.conflicts(&new, self.features.bbm_level) {
+                if remembered.is_some() || cpu.tlb().conflicts(&new, self.features.bbm_level) {
                     self.violation("break-before-make: a leaf meets another translation in a TLB");
                 }
-                return tlb.add(new);
+                return cpu.tlb().add(new);
             } else if let Some(next) = remembered {
                 next
             } else {
@@ -233,16 +252,20 @@ impl Tables {
 
     /// CPU `cpu` walks ahead of any use.
     pub(crate) fn speculate(&self, cpu: usize, gpa: Gpa) {
-        self.walk(&mut Self::lock(&self.tlbs[cpu]), gpa);
+        let cpu = &self.cpus[cpu];
+        let walks = cpu.exclude_walks();
+        self.walk(cpu, gpa);
+        drop(walks);
     }
 
     /// A load or store by the guest. If its CPU translates it, `with` is called with the host address before any
     /// invalidation can be complete. Whether it did; otherwise the access faults.
     pub(crate) fn access(&self, cpu: usize, gpa: Gpa, write: bool, with: impl FnOnce(Hpa)) -> bool {
-        let mut tlb = Self::lock(&self.tlbs[cpu]);
-        self.walk(&mut tlb, gpa);
+        let cpu = &self.cpus[cpu];
+        let _walks = cpu.exclude_walks();
+        self.walk(cpu, gpa);
         // What was cached first is used, although a walk would find another by now.
-        let Some(cached) = tlb.leaf(gpa) else { return false };
+        let Some(cached) = cpu.tlb().leaf(gpa) else { return false };
         if write && !cached.writes() {
             if !cached.writes_after_dirtying() {
                 return false;
@@ -250,18 +273,23 @@ impl Tables {
             let place = self.entry(cached.table, cached.index);
             let dirty = cached.dirtied();
             if place.update(cached.entry, dirty.entry).is_err() {
-                tlb.forget(gpa);
+                cpu.tlb().forget(gpa);
                 return false;
             }
-            tlb.replace(dirty);
+            cpu.tlb().replace(dirty);
         }
         with(cached.translate(gpa));
         true
     }
 
-    /// Whether any CPU's TLB translates `gpa` in a way that `bad` says it must not.
+    /// Whether any CPU's TLB translates `gpa` in a way that `bad` says it must not, or did until an invalidation of
+    /// which the calling thread cannot know that it is complete.
     pub(crate) fn caches(&self, gpa: Gpa, bad: impl Fn(&Cached) -> bool) -> bool {
-        self.tlbs.iter().any(|tlb| Self::lock(tlb).leaf(gpa).is_some_and(|leaf| bad(&leaf)))
+        sync::turn();
+        self.cpus.iter().any(|cpu| {
+            let tlb = cpu.tlb();
+            tlb.leaf(gpa).is_some_and(|leaf| bad(&leaf)) || tlb.may_still_cache(gpa, &bad)
+        })
     }
 }
 

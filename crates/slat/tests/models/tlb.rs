@@ -1,5 +1,8 @@
 //! What one CPU remembers of its walks. It never forgets by itself, and prefers what it remembers.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use loom::cell::UnsafeCell;
 use slat::{Format, Gpa, Hpa, Level};
 
 use crate::format::Tiny;
@@ -67,6 +70,8 @@ impl Cover {
 #[derive(Debug, Default)]
 pub(crate) struct Tlb {
     leaves: Vec<Cached>,
+    /// What was invalidated, each with a cell that was written then.
+    gone: Vec<(Cached, UnsafeCell<()>)>,
     tables: Vec<(Level, u64, u64, Hpa)>,
 }
 
@@ -122,16 +127,27 @@ impl Tlb {
         })
     }
 
+    /// Whether a leaf over `gpa` that is `bad` was invalidated by a thread that has not told the calling one since. loom
+    /// panics if a cell is read that was not written before, in the order that atomics make.
+    pub(crate) fn may_still_cache(&self, gpa: Gpa, bad: impl Fn(&Cached) -> bool) -> bool {
+        self.gone
+            .iter()
+            .filter(|(leaf, _)| leaf.covers(gpa) && bad(leaf))
+            .any(|(_, written)| catch_unwind(AssertUnwindSafe(|| written.with(|_| ()))).is_err())
+    }
+
     /// Whether a walk that begins with what is remembered comes to `table`.
     pub(crate) fn reaches(&self, table: Hpa) -> bool {
         self.tables.iter().any(|&(.., next)| next == table)
     }
 
     pub(crate) fn invalidate(&mut self, cover: &Cover) {
-        self.leaves.retain(|leaf| {
-            !(cover.meets(leaf.start, leaf.size)
-                && cover.level.is_none_or(|level| level == leaf.level))
-        });
+        let goes = |leaf: &mut Cached| {
+            cover.meets(leaf.start, leaf.size)
+                && cover.level.is_none_or(|level| level == leaf.level)
+        };
+        let gone = self.leaves.extract_if(.., goes);
+        self.gone.extend(gone.map(|leaf| (leaf, UnsafeCell::new(()))));
         self.tables
             .retain(|&(_, start, size, _)| !(cover.meets(start, size) && cover.level.is_none()));
     }
