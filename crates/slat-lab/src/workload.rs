@@ -10,7 +10,7 @@ mod dirty_log;
 #[derive(Debug, Subcommand)]
 pub(crate) enum Workload {
     /// Populate, log, dirty, collect: the kernel's dirty_log_perf_test
-    #[command(after_long_help = dirty_log::LONG_HELP, args_override_self = true)]
+    #[command(after_long_help = dirty_log::LONG_HELP, args_override_self = true, allow_negative_numbers = true)]
     DirtyLog(Box<dirty_log::Options>),
 }
 

@@ -64,7 +64,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Ranges are widened to whole granules and cut where guest addresses end. A block that reaches beyond them goes as
     /// a whole, and the rest of it faults back: nothing is allocated, and it never blocks but for one bounded grace
     /// period, however large the ranges are. Invalidations nest and overlap freely. Faults elsewhere are not delayed;
-    /// of very many ranges, those beyond the first few count as one range around them.
+    /// of very many ranges, those beyond the first few count as one range around them. Owner notes that lie wholly inside
+    /// go too: what must keep its owner is not given to the host to take back.
     ///
     /// # Errors
     /// [`InvalidateError`].

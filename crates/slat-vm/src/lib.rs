@@ -56,8 +56,8 @@
 //! worker waits for grace periods, each as long as the longest pin.
 //!
 //! # Where to read on
-//! Faults: what goes in and out in `exit.rs`, the path in `fault.rs`, and how large a leaf may be in `leaf.rs`. Slots: `slot.rs`, their versions in `slots.rs`, their
-//! changes in `memslots.rs`. The log: its bits in `bitmap.rs`, on and off in `log.rs`, reading it in `collect.rs`, what
+//! Faults: what goes in and out in `exit.rs`, the path in `fault.rs`, and how large a leaf may be in `leaf.rs`. Slots:
+//! `slot.rs`, their versions in `slots.rs`, their changes in `memslots.rs`. The log: its bits in `bitmap.rs`, on and off in `log.rs`, reading it in `collect.rs`, what
 //! is protected together in `protect.rs`, eager split in `split.rs`. The host's invalidations: `invalidate.rs`, and what
 //! faults must know of them in `progress.rs`.
 #![cfg_attr(not(test), no_std)]

@@ -60,7 +60,7 @@ impl SlotConfig {
     }
 }
 
-/// Why a slot cannot be created, changed or deleted. Nothing was changed.
+/// Why a slot cannot be created, changed or deleted. Nothing was changed, but where a variant says otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum SlotError {

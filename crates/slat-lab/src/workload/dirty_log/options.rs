@@ -16,15 +16,15 @@ use crate::size::Size;
 
 /// What follows the options in `--help`.
 pub(crate) const LONG_HELP: &str = "\
-Sizes are whole numbers with an optional K, M, G or T. Letters mean what they mean in the kernel's
-dirty_log_perf_test; numbers of guest modes are those of Linux 6.12. One run is one guest mode.
+Sizes are whole numbers with an optional K, M, G or T. Letters mean what they mean in the kernel's \
+dirty_log_perf_test; numbers of guest modes are those of Linux 6.12 for arm64 (9 to 11 are other architectures'). \
+One run is one guest mode.
 
---json prints one object: {\"workload\", \"backend\", \"config\", \"notes\", \"phases\": [{\"name\",
-\"iteration\", \"seconds\", \"counters\"}], \"counters\", \"check\"}. Counters are faults, splits, collapses,
-tables_allocated, tables_freed, publishes, invalidations by kind (by_ipa, by_range, combined, everything,
-local) and entries_visited: of the phase, and of all phases together. \"check\" is null without --check;
-otherwise it has pages, collections, collections_while_running, changed, lost, lost_pages, wrong_loads,
-misplaced, violations and violation.
+--json prints one object: {\"workload\", \"backend\", \"config\", \"notes\", \"phases\": [{\"name\", \
+\"iteration\", \"seconds\", \"counters\"}], \"counters\", \"check\"}. Counters are faults, splits, collapses, \
+tables_allocated, tables_freed, publishes, invalidations by kind (by_ipa, by_range, combined, everything, local) and \
+entries_visited: of the phase, and of all phases together. \"check\" is null without --check; otherwise it has pages, \
+collections, collections_while_running, changed, lost, lost_pages, wrong_loads, misplaced, violations and violation.
 
 Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
 
