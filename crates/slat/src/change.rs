@@ -180,12 +180,16 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
         let end = start + run.page_size();
         if F::is_valid(old) && self.change.covers(start, end) {
             let new = self.change.apply(old);
-            if new != old {
-                self.before_exchange();
-                if run.table.exchange(index, old, new).is_ok() {
-                    self.note(old, start, end, Level::LAST);
-                    return Ok(());
+            if new == old {
+                if old & self.change.interest() != 0 {
+                    self.change.seen(old, start, end);
                 }
+                return Ok(());
+            }
+            self.before_exchange();
+            if run.table.exchange(index, old, new).is_ok() {
+                self.note(old, start, end, Level::LAST);
+                return Ok(());
             }
         }
         let visit = run.visit(index);

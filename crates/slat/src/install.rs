@@ -65,7 +65,6 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     ) -> Result<Installed, Error> {
         let &Leaf { gpa, level, output, template } = leaf;
         self.check_machine(pin.machine())?;
-        self.check_machine(reserve.machine())?;
         if !self.format.leaf_allowed(level) {
             return Err(Error::Level(level));
         }
@@ -73,27 +72,50 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let size = self.geometry().size(level);
         self.check_address(gpa, size)?;
         self.check_output(output, size, level)?;
+        let place = self.descend(pin, gpa, level);
         let new = self.format.leaf(level, output, template.0);
+        if place.entry == EMPTY
+            && place.level == level
+            && place.table.exchange(place.index, EMPTY, new).is_ok()
+        {
+            self.installed(pin, level);
+            return Ok(Installed::New);
+        }
+        self.install_slowly(pin, reserve, leaf)
+    }
+
+    fn installed(&self, pin: &Pin<'_, M>, level: Level) {
+        let steps = self.geometry().start().height() - level.height() + 1;
+        bump(&pin.counters().visited, steps.into());
+        bump(&pin.counters().exchanged, 1);
+        self.publish(pin.counters());
+    }
+
+    /// Whatever is not just an empty entry at the right level.
+    #[cold]
+    fn install_slowly(
+        &self,
+        pin: &Pin<'_, M>,
+        reserve: &mut Reserve<'m, M>,
+        leaf: &Leaf,
+    ) -> Result<Installed, Error> {
+        self.check_machine(reserve.machine())?;
+        let new = self.format.leaf(leaf.level, leaf.output, leaf.template.0);
         loop {
-            let place = self.descend(pin, gpa, level);
-            let steps = self.geometry().start().height() - place.level.height() + 1;
-            bump(&pin.counters().visited, steps.into());
-            let old = place.entry;
-            let done = if old == EMPTY && place.level == level {
+            let place = self.descend(pin, leaf.gpa, leaf.level);
+            let done = if place.entry == EMPTY && place.level == leaf.level {
                 place.table.exchange(place.index, EMPTY, new).is_ok().then_some(Installed::New)
             } else {
                 self.install_over(pin, reserve, leaf, &place)?
             };
             if let Some(done) = done {
-                bump(&pin.counters().exchanged, 1);
-                self.publish(pin.counters());
+                self.installed(pin, leaf.level);
                 return Ok(done);
             }
         }
     }
 
     /// Everything but the empty entry at the right level. `None`: look again.
-    #[cold]
     fn install_over(
         &self,
         pin: &Pin<'_, M>,

@@ -111,6 +111,21 @@ impl<'p, M: Machine> Table<'p, M> {
         done
     }
 
+    /// Stores `first`, `first + step`, … into entries `from..to` of a table that this thread owns and that is not linked.
+    pub(crate) fn fill_steps(&self, from: usize, to: usize, first: u64, step: u64) {
+        #[cfg(not(loom))]
+        // SAFETY: as in `entry`; nobody else knows the table, so plain stores race with nothing.
+        unsafe {
+            fill_steps(self.first.add(from).cast(), to - from, first, step);
+        }
+        #[cfg(loom)]
+        for index in from..to {
+            let entry = first + (index - from) as u64 * step;
+            self.entry(index).0.store(entry, Ordering::Relaxed);
+        }
+        self.machine.observe(Event::Fill { table: self.base });
+    }
+
     /// Stores `entry(i)` for each `i` of `from..to` of a table that this thread owns and that is not linked. The
     /// exchange that links it releases them.
     #[inline(always)]
@@ -125,6 +140,29 @@ impl<'p, M: Machine> Table<'p, M> {
             self.entry(index).0.store(entry(index), Ordering::Relaxed);
         }
         self.machine.observe(Event::Fill { table: self.base });
+    }
+}
+
+/// Out of line, so that the loop is compiled on its own terms wherever it is called from.
+///
+/// # Safety
+/// `count` entries from `place` on are the caller's alone.
+#[cfg(not(loom))]
+#[inline(never)]
+unsafe fn fill_steps(place: NonNull<u64>, count: usize, first: u64, step: u64) {
+    // SAFETY: the caller's promise.
+    let entries = unsafe { core::slice::from_raw_parts_mut(place.as_ptr(), count) };
+    let steps: [u64; 8] = core::array::from_fn(|n| step.wrapping_mul(n as u64));
+    let mut first = first;
+    let mut eights = entries.chunks_exact_mut(steps.len());
+    for eight in &mut eights {
+        for (entry, step) in eight.iter_mut().zip(steps) {
+            *entry = first.wrapping_add(step);
+        }
+        first = first.wrapping_add(step.wrapping_mul(steps.len() as u64));
+    }
+    for (entry, step) in eights.into_remainder().iter_mut().zip(steps) {
+        *entry = first.wrapping_add(step);
     }
 }
 

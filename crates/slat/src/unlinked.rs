@@ -41,7 +41,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let last = self.format.leaf(level, nth(to - from - 1), template);
         // Address bits stand in place but for those above 2^48 in wide formats: away from there, one addition an entry.
         if last.wrapping_sub(first) == (to - from - 1) as u64 * size {
-            table.fill(from, to, |index| first + (index - from) as u64 * size);
+            table.fill_steps(from, to, first, size);
         } else {
             table.fill(from, to, |index| self.format.leaf(level, nth(index - from), template));
         }
