@@ -248,12 +248,33 @@ impl<G: Granule> Run<'_, G> {
         }
     }
 
+    /// Leaves that the range touches go as a whole; notes go where the range covers all of what they stand for.
     fn unmap_whole(&mut self, pages: std::ops::Range<u64>) {
-        let leaves = self.leaves(&pages);
+        let mut gone = Vec::new();
+        for page in pages.clone() {
+            match self.tree.look_up(&self.who.pin(), self.gpa(page)).unwrap() {
+                Lookup::Mapped { .. } => {
+                    let leaf = self.extent(page);
+                    if gone.last() != Some(&leaf) {
+                        gone.push(leaf);
+                    }
+                }
+                Lookup::Owned { level, .. } => {
+                    let note = 1u64 << ((G::SHIFT - 3) * level.height());
+                    let start = page / note * note;
+                    if pages.start <= start && start + note <= pages.end {
+                        gone.push(page..page + 1);
+                    }
+                }
+                Lookup::Empty { .. } => {}
+            }
+        }
         let range = self.range(&pages);
         let (who, reserve) = (&mut self.who, &mut self.reserve);
         self.tree.unmap(who, reserve, range, Edges::Whole, |_| {}).unwrap();
-        self.reference.set(leaves, |_| Page::Empty);
+        for pages in gone {
+            self.reference.set(pages, |_| Page::Empty);
+        }
     }
 
     fn protect_mask(&mut self, first: u64) {

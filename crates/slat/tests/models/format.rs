@@ -37,6 +37,7 @@ impl Tiny {
 }
 
 // SAFETY: Arm's own format, but for the constant; the geometry is made of the constants.
+#[expect(unsafe_code, reason = "promises what `Format` asks")]
 unsafe impl Format for Tiny {
     const PAGE_SHIFT: u32 = 12;
     const INDEX_BITS: u32 = 1;
