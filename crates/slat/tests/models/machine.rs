@@ -171,12 +171,8 @@ impl Tables {
         if !ordered {
             self.violation("use after free: a table was freed while it could be used");
         }
-        for cpu in &self.cpus {
-            let walks = cpu.exclude_walks();
-            if cpu.tlb().reaches(address) {
-                self.violation("a table was freed while a TLB could still reach it");
-            }
-            drop(walks);
+        if self.cpus.iter().any(|cpu| cpu.tlb().reaches(address)) {
+            self.violation("a table was freed while a TLB could still reach it");
         }
     }
 

@@ -157,3 +157,22 @@ fn two_detach_and_free(world: World) {
 fn two_threads_that_detach_and_free_free_each_table_once() {
     Model::new().explore(two_detach_and_free);
 }
+
+/// Three tables go through the two places, so that one place is used again.
+fn the_backlog_goes_round(world: World) {
+    let mut worker = world.worker(6);
+    (0..3).for_each(|table| worker.map(2 * table, 1, host(0), RW));
+    let other = world.worker(0).spawn(|worker| {
+        detach_and_free(worker, 0, 2);
+    });
+    detach_and_free(&mut worker, 2, 2);
+    detach_and_free(&mut worker, 4, 2);
+    other.join();
+    world.tree.reclaim(&mut worker.who);
+    world.expect(world.tree.waiting() == 0, "a detached table is not freed");
+}
+
+#[test]
+fn a_place_of_the_backlog_is_empty_before_it_is_used_again() {
+    Model::new().levels(3).explore(the_backlog_goes_round);
+}
