@@ -4,7 +4,7 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicIsize, AtomicUsize, Ordering};
 
 use slat::maintenance::Instruction;
 use slat::{Entry, Hpa, Machine, Slot};
@@ -20,8 +20,7 @@ pub struct Heap {
     pub allowed: AtomicIsize,
     pub publishes: AtomicUsize,
     pub invalidations: AtomicUsize,
-    /// Address and level hint of each invalidation by address (`None`: everything), kept while `logging`.
-    pub logging: AtomicBool,
+    /// Address and level hint of each invalidation by address (`None`: everything), kept in debug builds only.
     pub log: Mutex<Vec<(Option<u64>, Option<slat::Level>)>>,
 }
 
@@ -36,7 +35,6 @@ impl Heap {
             allowed: AtomicIsize::new(-1),
             publishes: AtomicUsize::new(0),
             invalidations: AtomicUsize::new(0),
-            logging: AtomicBool::new(false),
             log: Mutex::new(Vec::new()),
         }
     }
@@ -96,7 +94,7 @@ unsafe impl Machine for Heap {
 
     #[inline(always)]
     fn execute(&self, instruction: Instruction) {
-        if self.logging.load(Ordering::Relaxed) {
+        if cfg!(debug_assertions) {
             let what = match instruction {
                 Instruction::TlbiIpas2e1is { ipa, level, .. }
                 | Instruction::TlbiRipas2e1is { ipa, level, .. } => Some((Some(ipa.0), level)),
