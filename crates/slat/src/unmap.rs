@@ -42,6 +42,8 @@ struct Sweep<'t, 'm, F: Format, M: Machine, D> {
     /// What the held entries could have translated.
     batch: Batch,
     changed: u64,
+    /// Whether tables were linked at the edges.
+    opened: bool,
 }
 
 /// Entries of one table that this thread holds LOCKED.
@@ -100,10 +102,9 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
         let (at, below) = (Gpa(visit.start), level.below());
         if F::is_valid(old) {
             let entry = (index, old, level);
-            return self
-                .tree
-                .split_entry(self.reserve, self.counters, table, entry, at, below)
-                .map(|_| ());
+            self.tree.split_entry(self.reserve, self.counters, table, entry, at, below)?;
+            self.opened = true;
+            return Ok(());
         }
         let new = self.tree.repeat(self.reserve, old).ok_or(Error::NeedTables { at, tables: 1 })?;
         if table.exchange(index, old, self.tree.format.table(new)).is_err() {
@@ -111,6 +112,7 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
             return Err(Error::Retry);
         }
         bump(&self.counters.linked, 1);
+        self.opened = true;
         Ok(())
     }
 
@@ -299,6 +301,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         self.check_machine(reserve.machine())?;
         let mut rest = range;
         let mut total = 0;
+        let mut stored = false;
         loop {
             let held = Held {
                 table: None,
@@ -321,9 +324,11 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
                 held,
                 batch: Batch::EMPTY,
                 changed: 0,
+                opened: false,
             };
             let result = self.walk_checked(who, rest, &mut sweep);
-            let Sweep { claim, at, changed, .. } = sweep;
+            let Sweep { claim, at, changed, opened, .. } = sweep;
+            stored |= opened || changed > 0;
             self.unclaim(claim);
             bump(&who.counters.exchanged, changed);
             total += changed;
@@ -333,7 +338,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
                     self.reclaim(who);
                 }
                 (result, _) => {
-                    if total > 0 {
+                    if stored {
                         self.publish(&who.counters);
                     }
                     return result.map(|()| total);
