@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use slat::format::arm::{K4, K16, K64, Stage2};
 use slat::{
-    Attributes, Dirty, Edges, Error, Format, Gpa, GpaRange, Hpa, Leaf, Level, Participant, Reserve,
-    Template, Tree,
+    Attributes, Dirty, Edges, Error, Format, Gpa, GpaRange, Hpa, Leaf, Level, Owner, Participant,
+    Reserve, Template, Tree,
 };
 use slat_model::{Backing, Cpu, Fault, FaultKind, HostMemory, Model, Registers};
 
@@ -122,7 +122,7 @@ fn on_each_path<F: Format>(guest: &Guest<'_, F>) {
     assert_eq!(fault.kind, FaultKind::Translation { level: Level::LAST });
     guest.fault(&mut who, &mut reserve, fault, Level::LAST);
     assert_eq!(cpu.read(Gpa(2 * page)), Ok(2));
-    tree.collapse(&mut who, guest.all()).unwrap();
+    tree.collapse(&mut who, guest.all(), Level::TOP).unwrap();
     assert_eq!(cpu.read(Gpa(page)), Ok(3));
     tree.unmap(&mut who, &mut reserve, guest.all(), Edges::Exact, |_| {}).unwrap();
     tree.trim(&mut who, guest.all()).unwrap();
@@ -199,7 +199,7 @@ fn host<F: Format>(guest: &Guest<'_, F>, seed: u64, running: &AtomicUsize) {
             2 => tree.unmap(&mut who, &mut reserve, range, Edges::Exact, |_| {}),
             3 => tree.unmap(&mut who, &mut reserve, range, Edges::Whole, |_| {}),
             4 => tree.split(&who, &mut reserve, range, Level::LAST),
-            5 => tree.collapse(&mut who, guest.all()),
+            5 => tree.collapse(&mut who, guest.all(), Level::TOP),
             6 => tree.age(&who, range, true),
             7 => {
                 // Mapped memory is contiguous up to the end of a block.
@@ -259,4 +259,28 @@ fn hardware_that_keeps_access_and_dirty_state_breaks_no_rule_either() {
 #[test]
 fn pages_that_move_under_running_guests_break_no_rule() {
     storm(Attributes::RWX, Stage2::new(40).unwrap(), true);
+}
+
+#[test]
+fn a_split_is_published_also_where_the_operation_that_needed_it_ends_in_an_error() {
+    let model = Model::builder().build().unwrap();
+    let format = Stage2::<K4>::new(48).unwrap();
+    let tree = Tree::new(&model, format, 7).unwrap();
+    let mut who = Participant::register(&model).unwrap();
+    let mut reserve = Reserve::new(&model);
+    // One for the level above, and one that makes blocks of the gibibyte.
+    reserve.top_up(2).unwrap();
+    let template = tree.template(Attributes::RW).unwrap();
+    let gib = GpaRange::new(Gpa(0), 1 << 30).unwrap();
+    let level = Level::new(1).unwrap();
+    tree.map(&who, &mut reserve, gib, Hpa(0), template, level).unwrap();
+    let page = GpaRange::new(Gpa(5 << 12), 1 << 12).unwrap();
+    // A third would be needed for the page.
+    let unmapped = tree.unmap(&mut who, &mut reserve, page, Edges::Exact, |_| {});
+    assert!(matches!(unmapped, Err(Error::NeedTables { .. })));
+    reserve.top_up(1).unwrap();
+    let owner = tree.set_owner(&mut who, &mut reserve, page, Owner(1), |_| {});
+    assert_eq!(owner, Ok(1));
+    assert!(model.violation().is_none());
+    model.check_quiet(Registers { vttbr: tree.root_register(), vtcr: format.vtcr() });
 }

@@ -175,7 +175,10 @@ impl<F: Format> Worker<'_, '_, F> {
             }
             11 => {
                 let (table, tables) = self.any_tables();
-                self.world.tree.collapse(&mut self.who, Self::range(table, tables)).unwrap();
+                self.world
+                    .tree
+                    .collapse(&mut self.who, Self::range(table, tables), Level::TOP)
+                    .unwrap();
             }
             12 => {
                 let (table, tables) = self.any_tables();
@@ -197,7 +200,7 @@ impl<F: Format> Worker<'_, '_, F> {
                     let write = self.random.below(2) == 0;
                     let template = self.world.templates[usize::from(write)];
                     let range = Self::range(first, pages);
-                    self.world.tree.relax(&self.who, range, template).unwrap();
+                    self.world.tree.relax(&self.who, range, 0, template).unwrap();
                     for page in first..first + pages {
                         if let Page::Mapped { write: may, .. } = &mut self.pages[page as usize] {
                             *may |= write;

@@ -243,7 +243,7 @@ fn harvest(b: Ready) -> Ready {
 #[bench::writable(pages(), 0)]
 fn relax(b: Ready, pages: u64) -> Ready {
     let template = b.tree.template(Attributes::RW).unwrap();
-    assert_eq!(b.tree.relax(&b.who, b.range, template), Ok(pages));
+    assert_eq!(b.tree.relax(&b.who, b.range, 0, template), Ok(pages));
     b
 }
 
@@ -276,7 +276,7 @@ fn look_up_pinned(b: Ready) -> Ready {
 #[bench::pages(pages())]
 fn collapse(mut b: Ready) -> Ready {
     let Bench { tree, who, range, .. } = &mut *b;
-    assert_eq!(tree.collapse(who, *range), Ok(BLOCKS));
+    assert_eq!(tree.collapse(who, *range, Level::TOP), Ok(BLOCKS));
     b
 }
 

@@ -6,6 +6,7 @@
 //! that whoever still stands in it walks again from the root instead of waiting there (rules 4 and 5).
 
 use crate::backlog::Claim;
+use crate::batch::Batch;
 use crate::entry::{DEAD, EMPTY, LOCK_BIT, LOCKED};
 use crate::install::{Installed, Leaf};
 use crate::lookup::Place;
@@ -14,7 +15,7 @@ use crate::rcu::{Counters, bump};
 use crate::sabotage::{Skip, skips};
 use crate::table::Table;
 use crate::walk::{Flow, Visit, Visitor, Wants};
-use crate::{Error, Format, Gpa, GpaRange, Level, Owner, Participant, Pin, Tree};
+use crate::{Error, Format, Gpa, GpaRange, Hpa, Level, Owner, Participant, Pin, Tree};
 
 /// A table whose first entries are frozen by this thread.
 pub(crate) struct Frozen<'p, M> {
@@ -75,6 +76,19 @@ impl<'p, M: Machine> Frozen<'p, M> {
         }
         let above = Level::new(self.level.number() - 1).unwrap_or(Level::TOP);
         tree.invalidate(counters, tree.table_at(at, above));
+        self.commit(tree, counters, claim, (table, index), new);
+        Ok(())
+    }
+
+    /// When the parent entry is LOCKED and what it translated was invalidated: lets the table go.
+    fn commit<F: Format>(
+        self,
+        tree: &Tree<'_, F, M>,
+        counters: &Counters,
+        claim: &mut Claim,
+        (table, index): (Table<'p, M>, usize),
+        new: u64,
+    ) {
         for index in 0..self.frozen {
             let dead = match skips(Skip::Dead) {
                 true => F::thaw(self.table.load(index)),
@@ -86,15 +100,31 @@ impl<'p, M: Machine> Frozen<'p, M> {
         tree.retire(claim, self.table.base(), self.level);
         bump(&counters.exchanged, self.frozen as u64 + 1);
         bump(&counters.detached, 1);
-        Ok(())
     }
+}
+
+/// How many tables of one parent are frozen, and then replaced with one invalidation.
+const AT_ONCE: usize = if cfg!(loom) { 2 } else { 8 };
+
+/// A frozen table whose parent entry is LOCKED, until it is invalidated.
+struct Pending {
+    child: Hpa,
+    index: usize,
+    block: u64,
+    claim: Claim,
 }
 
 struct Collapser<'t, 'm, F: Format, M: Machine> {
     tree: &'t Tree<'m, F, M>,
     counters: &'t Counters,
     range: GpaRange,
+    largest: Level,
     collapsed: u64,
+    /// The table whose entries are pending, and their level.
+    parent: Option<(Hpa, Level)>,
+    pending: [Option<Pending>; AT_ONCE],
+    /// What the pending entries could have translated.
+    batch: Batch,
 }
 
 impl<F: Format, M: Machine> Collapser<'_, '_, F, M> {
@@ -115,6 +145,11 @@ impl<F: Format, M: Machine> Collapser<'_, '_, F, M> {
 
     fn collapse(&mut self, visit: &Visit<'_, M>) -> Flow {
         let Visit { table, index, level, entry, .. } = *visit;
+        let here = Some((table.base(), level));
+        let Some(place) = self.pending.iter().position(Option::is_none) else { return Flow::Pause };
+        if self.parent.is_some() && self.parent != here {
+            return Flow::Pause;
+        }
         let child = self.tree.child(table, entry);
         let Some(mut block) = self.block_of(child, level) else { return Flow::Next };
         let tree = self.tree;
@@ -144,32 +179,37 @@ impl<F: Format, M: Machine> Collapser<'_, '_, F, M> {
         if !(0..tree.geometry().entries()).all(|index| judge(index, child.load(index))) {
             return Flow::Next;
         }
-        let Ok(mut claim) = tree.claim_one() else { return Flow::Stop(Error::Backlog) };
-        let frozen = Frozen::freeze(tree, child, below, judge);
-        let parent = (table, index, entry, Gpa(visit.start));
+        let Ok(claim) = tree.claim_one() else { return Flow::Stop(Error::Backlog) };
         // A block that may not be written has no place for the dirty state of a child.
-        let keeps = !dirty || F::is_dirty(block);
-        match frozen.map(|f| match keeps {
-            true => f.replace(tree, self.counters, &mut claim, parent, block),
-            false => Err(f),
-        }) {
-            Some(Ok(())) => {
-                self.collapsed += 1;
-                bump(&self.counters.collapses, 1);
+        let frozen = Frozen::freeze(tree, child, below, judge).and_then(|frozen| {
+            let keeps = !dirty || F::is_dirty(block);
+            if keeps && table.exchange(index, entry, LOCKED).is_ok() {
+                return Some(frozen);
             }
-            Some(Err(frozen)) => frozen.thaw::<F>(),
-            None => {}
+            frozen.thaw::<F>();
+            None
+        });
+        match frozen {
+            Some(frozen) => {
+                let start = visit.start & !(tree.geometry().size(level) - 1);
+                self.batch.add(start, start + tree.geometry().size(level), None);
+                let child = frozen.table.base();
+                self.pending[place] = Some(Pending { child, index, block, claim });
+                self.parent = here;
+            }
+            None => tree.unclaim(claim),
         }
-        tree.unclaim(claim);
         Flow::Next
     }
 }
 
 impl<F: Format, M: Machine> Visitor<M> for Collapser<'_, '_, F, M> {
+    const TABLES: usize = AT_ONCE;
+
     #[inline(always)]
     fn wants(&self, level: Level) -> Wants {
         // Afterwards, so that what collapsed below can collapse again above.
-        if self.tree.format.leaf_allowed(level) && level < Level::LAST {
+        if self.tree.format.leaf_allowed(level) && level < Level::LAST && level >= self.largest {
             Wants::AFTER
         } else {
             Wants::NOTHING
@@ -182,24 +222,56 @@ impl<F: Format, M: Machine> Visitor<M> for Collapser<'_, '_, F, M> {
         let inside = self.range.start().0 <= start && start + size <= self.range.end().0;
         if inside { self.collapse(visit) } else { Flow::Next }
     }
+
+    fn settle(&mut self, pin: &Pin<'_, M>) {
+        let Some((base, level)) = self.parent.take() else { return };
+        let (tree, parent) = (self.tree, self.tree.found(pin, base));
+        if let Some(what) = self.batch.invalidation() {
+            tree.invalidate(self.counters, what);
+        }
+        for pending in &mut self.pending {
+            let Some(Pending { child, index, block, mut claim }) = pending.take() else { continue };
+            let table = tree.found(pin, child);
+            let frozen = Frozen { table, level: level.below(), frozen: tree.geometry().entries() };
+            frozen.commit(tree, self.counters, &mut claim, (parent, index), block);
+            tree.unclaim(claim);
+            self.collapsed += 1;
+            bump(&self.counters.collapses, 1);
+        }
+        self.batch = Batch::EMPTY;
+    }
 }
 
 impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// Turns every table that lies wholly inside `range` and whose leaves agree (contiguous, aligned, same memory type
-    /// and software bits) into a block, from the last level upwards. The block gets the permissions that all of them
+    /// and software bits) into a block, from the last level upwards, as far as to level `largest`. The block gets the permissions that all of them
     /// had and the access flag and dirty state that any of them had. Returns how many tables became blocks.
     ///
     /// Best effort: a table in which another thread is at work is left alone. Costs an exchange and a store an entry
-    /// and one invalidation a block. Note that one read-only page makes its whole block read-only.
+    /// and one invalidation for up to 8 neighbouring blocks, whose tables are frozen together, under one pin. Note that one read-only page makes its whole block read-only.
     ///
     /// # Errors
     /// [`Error::OutOfRange`], [`Error::Misaligned`], [`Error::OtherMachine`].
-    pub fn collapse(&self, who: &mut Participant<'_, M>, range: GpaRange) -> Result<u64, Error> {
+    pub fn collapse(
+        &self,
+        who: &mut Participant<'_, M>,
+        range: GpaRange,
+        largest: Level,
+    ) -> Result<u64, Error> {
         self.check(range)?;
         let mut total = 0;
         loop {
             let counters = &who.counters;
-            let mut collapser = Collapser { tree: self, counters, range, collapsed: 0 };
+            let mut collapser = Collapser {
+                tree: self,
+                counters,
+                range,
+                largest,
+                collapsed: 0,
+                parent: None,
+                pending: core::array::from_fn(|_| None),
+                batch: Batch::EMPTY,
+            };
             let result = self.walk_checked(who, range, &mut collapser);
             total += collapser.collapsed;
             match result {

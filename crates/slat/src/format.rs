@@ -202,6 +202,8 @@ pub unsafe trait Format: Copy + PartialEq + Send + Sync + 'static {
     fn is_writable(entry: u64) -> bool {
         entry & Self::WRITE != 0
     }
+    /// Whether this format's hardware sets the access flag; otherwise an access to an entry without it faults.
+    fn sets_accessed(&self) -> bool;
     /// Whether this format's hardware keeps dirty state in the tree's entries (the templates may ask for it).
     fn tracks_dirty(&self) -> bool;
     /// Whether hardware has noted a write in this leaf.

@@ -84,6 +84,46 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         self.install_slowly(pin, reserve, leaf)
     }
 
+    /// Installs pages from `gpa` on where nothing is, each with its output and permissions, as far as the table that
+    /// holds the entry of `gpa` reaches. `None`, and where something is already, is left alone. Returns how many were
+    /// installed; none if there is no table. Costs one descent, an exchange a page and one publish.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], [`Error::Misaligned`], [`Error::OutputTooLarge`], [`Error::OtherMachine`],
+    /// [`Error::OtherFormat`]; pages before the one that is refused were installed.
+    pub fn fill(
+        &self,
+        pin: &Pin<'_, M>,
+        gpa: Gpa,
+        pages: &[Option<(Hpa, Template)>],
+    ) -> Result<u64, Error> {
+        self.check_machine(pin.machine())?;
+        let size = self.geometry().page_size();
+        self.check_address(gpa, size)?;
+        let place = self.descend(pin, gpa, Level::LAST);
+        if place.level != Level::LAST {
+            return Ok(0);
+        }
+        let mut filled = 0;
+        let mut result = Ok(());
+        for (index, page) in (place.index..self.geometry().entries()).zip(pages) {
+            let Some((output, template)) = *page else { continue };
+            let checked = self.check_template(template);
+            result = checked.and_then(|()| self.check_output(output, size, Level::LAST));
+            if result.is_err() {
+                break;
+            }
+            let new = self.format.leaf(Level::LAST, output, template.0);
+            let empty = place.table.load(index) == EMPTY;
+            filled += u64::from(empty && place.table.exchange(index, EMPTY, new).is_ok());
+        }
+        if filled > 0 {
+            bump(&pin.counters().exchanged, filled);
+            self.publish(pin.counters());
+        }
+        result.map(|()| filled)
+    }
+
     fn installed(&self, pin: &Pin<'_, M>, level: Level) {
         let steps = self.geometry().start().height() - level.height() + 1;
         bump(&pin.counters().visited, steps.into());
@@ -205,7 +245,12 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
                 leaf.gpa,
                 leaf.level,
             ) {
-                Ok(_) | Err(Error::Retry) => Ok(None),
+                // Published now: what comes next may be refused.
+                Ok(_) => {
+                    self.publish(pin.counters());
+                    Ok(None)
+                }
+                Err(Error::Retry) => Ok(None),
                 Err(error) => Err(error),
             };
         }

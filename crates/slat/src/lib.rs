@@ -127,6 +127,7 @@ pub use level::{Geometry, Level};
 pub use lookup::Lookup;
 pub use machine::{Event, Machine, Promise};
 pub use rcu::{NoSlot, Participant, Pin, Slot};
+pub use relax::RelaxedLeaf;
 pub use reserve::{NoMemory, Reserve};
 pub use tree::{Template, Tree};
 pub use unlinked::Unlinked;

@@ -15,7 +15,7 @@
 //! The address then advances to the entry's boundary, wherever in the entry it began. The root obeys all of this too.
 //!
 //! # Pins
-//! A pin covers at most one table's worth of entries; then the walk unpins and starts again from the root (rule 1).
+//! A pin covers at most one table's worth of entries ([`Visitor::TABLES`] may say otherwise); then the walk unpins and starts again from the root (rule 1).
 //! [`Flow::Again`] does the same at once for the entry at hand (rule 4). Before every unpin, [`Visitor::settle`] is
 //! called.
 //!
@@ -160,6 +160,10 @@ impl<'p, M: Machine> Run<'p, M> {
 
 /// Who walks a tree, and what it does at each entry. See the head of this module's source for the order of calls.
 pub trait Visitor<M: Machine> {
+    /// How many tables are shown afterwards under one pin. Who wants a table afterwards looks at all its entries, so
+    /// each is a pin's worth; more make grace periods longer, and are for who settles them with one invalidation.
+    const TABLES: usize = 1;
+
     /// What to show at `level`. Called often: a constant per level costs nothing.
     fn wants(&self, level: Level) -> Wants;
 
@@ -247,6 +251,8 @@ struct Walk<'t, 'm, F: Format, M: Machine, V> {
     at: u64,
     end: u64,
     budget: usize,
+    /// Tables that may still be seen afterwards.
+    tables: usize,
     visited: u64,
 }
 
@@ -335,8 +341,10 @@ impl<F: Format, M: Machine, V: Visitor<M>> Walk<'_, '_, F, M, V> {
                     self.at = here;
                     return End::Flow(flow);
                 }
-                // Who wants a table afterwards looks at all of it: that is this pin's worth.
-                self.budget = 0;
+                self.tables = self.tables.saturating_sub(1);
+                if self.tables == 0 {
+                    self.budget = 0;
+                }
             }
             self.at = end;
             index += 1;
@@ -389,7 +397,9 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         loop {
             let pin = who.pin();
             let budget = 1 << F::INDEX_BITS;
-            let mut walk = Walk { tree: self, visitor, origin, at, end, budget, visited: 0 };
+            let tables = V::TABLES;
+            let mut walk =
+                Walk { tree: self, visitor, origin, at, end, budget, tables, visited: 0 };
             let result = walk.root(self.root_table(&pin));
             at = walk.at;
             bump(&who.counters.visited, walk.visited);

@@ -448,7 +448,7 @@ fn collapse_gives_a_block_what_all_pages_had_and_any_page_remembers() {
     s.map_as(0, 2 * M2, 3, Attributes { accessed: false, ..Attributes::RW });
     s.tree.write_protect(&s.who, range(9 * K, K), |_| {}).unwrap();
     s.tree.mark_young(&s.who.pin(), Gpa(30 * K)).unwrap();
-    assert_eq!(s.tree.collapse(&mut s.who, range(0, 2 * M2)), Ok(2));
+    assert_eq!(s.tree.collapse(&mut s.who, range(0, 2 * M2), Level::TOP), Ok(2));
     assert_eq!(s.leaf(0), Some((2, G1, Attributes::RO)));
     assert_eq!(s.leaf(M2), Some((2, G1 + M2, Attributes { accessed: false, ..Attributes::RW })));
 }
@@ -458,7 +458,7 @@ fn collapse_goes_up_level_by_level() {
     let heap = Heap::new(4096, 1);
     let mut s = setup(&heap);
     s.map(G1, G1, 3);
-    assert_eq!(s.tree.collapse(&mut s.who, range(G1, G1)), Ok(513));
+    assert_eq!(s.tree.collapse(&mut s.who, range(G1, G1), Level::TOP), Ok(513));
     assert_eq!(s.leaf(G1 + 12345 * K).unwrap().0, 1);
 }
 
@@ -479,8 +479,12 @@ fn what_does_not_agree_is_not_collapsed() {
         s.tree.install(&s.who.pin(), &mut s.reserve, &other),
         Ok(Installed::Replaced { .. })
     ));
-    assert_eq!(s.tree.collapse(&mut s.who, range(0, 4 * M2)), Ok(0));
-    assert_eq!(s.tree.collapse(&mut s.who, range(4 * M2, M2 - K)), Ok(0), "not wholly inside");
+    assert_eq!(s.tree.collapse(&mut s.who, range(0, 4 * M2), Level::TOP), Ok(0));
+    assert_eq!(
+        s.tree.collapse(&mut s.who, range(4 * M2, M2 - K), Level::TOP),
+        Ok(0),
+        "not wholly inside"
+    );
     for table in 0..5 {
         assert_eq!(s.leaf(table * M2 + 7 * K).unwrap().0, 3);
     }
@@ -526,10 +530,10 @@ fn relaxing_only_adds() {
     let mut s = setup(&heap);
     s.map_as(0, 4 * K, 3, Attributes::RO);
     let rwx = s.tree.template(Attributes::RWX).unwrap();
-    assert_eq!(s.tree.relax(&s.who, range(0, 2 * K), rwx), Ok(2));
+    assert_eq!(s.tree.relax(&s.who, range(0, 2 * K), 0, rwx), Ok(2));
     assert_eq!(s.leaf(0).unwrap().2, Attributes::RWX);
     let ro = s.tree.template(Attributes::RO).unwrap();
-    assert_eq!(s.tree.relax(&s.who, range(0, 4 * K), ro), Ok(0));
+    assert_eq!(s.tree.relax(&s.who, range(0, 4 * K), 0, ro), Ok(0));
     assert_eq!(s.leaf(0).unwrap().2, Attributes::RWX);
     assert_eq!(s.leaf(2 * K).unwrap().2, Attributes::RO);
 }
@@ -648,7 +652,7 @@ fn templates_and_unlinked_trees_of_another_configuration_are_refused() {
             s.tree.map(who, reserve, all, Hpa(0), template, level(2)),
             Err(Error::OtherFormat)
         );
-        assert_eq!(s.tree.relax(who, all, template), Err(Error::OtherFormat));
+        assert_eq!(s.tree.relax(who, all, 0, template), Err(Error::OtherFormat));
     }
     let rw = s.tree.template(Attributes::RW).unwrap();
     let built = s.tree.build_unlinked(&mut s.reserve, level(2), Hpa(0), rw, Level::LAST).unwrap();

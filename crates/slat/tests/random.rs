@@ -326,7 +326,7 @@ impl<G: Granule> Run<'_, G> {
         let blocks = whole.step_by(table as usize);
         let small: Vec<u64> = blocks.filter(|&page| self.extent(page).end == page + 1).collect();
         let range = self.range(&pages);
-        let collapsed = self.tree.collapse(&mut self.who, range).unwrap();
+        let collapsed = self.tree.collapse(&mut self.who, range, Level::TOP).unwrap();
         let mut now = 0;
         for start in small {
             if self.extent(start).end == start + 1 {

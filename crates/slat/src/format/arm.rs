@@ -293,6 +293,11 @@ unsafe impl<G: Granule> Format for Stage2<G> {
     }
 
     #[inline(always)]
+    fn sets_accessed(&self) -> bool {
+        self.hardware_access
+    }
+
+    #[inline(always)]
     fn tracks_dirty(&self) -> bool {
         self.hardware_dirty
     }

@@ -21,7 +21,7 @@ fn fault_on_a_table_being_collapsed(world: World) {
         vcpu.access(1, false, |from| vcpu.world.expect(from == host(1), "elsewhere"));
     });
     let mut worker = world.worker(0);
-    world.tree.collapse(&mut worker.who, range(0, 2)).unwrap();
+    world.tree.collapse(&mut worker.who, range(0, 2), Level::TOP).unwrap();
     fault.join();
     let both = [worker.mapped(0), worker.mapped(1)];
     let right = [Some((host(2), false)), Some((host(1), false))];
@@ -101,7 +101,7 @@ fn write_protect_of_a_table_being_collapsed(world: World) {
     world.worker(1).map(0, 2, host(0), RW);
     world.vcpu(0, 0).access(0, true, |_| {});
     let collapse = world.worker(0).spawn(|worker| {
-        worker.world.tree.collapse(&mut worker.who, range(0, 2)).unwrap();
+        worker.world.tree.collapse(&mut worker.who, range(0, 2), Level::TOP).unwrap();
     });
     let mut worker = world.worker(0);
     worker.write_protect(0, 1);
@@ -148,7 +148,7 @@ fn write_protect_of_a_block_that_comes_back(world: World) {
     let other = world.worker(1).spawn(|worker| {
         let tree = worker.world.tree;
         tree.split(&worker.who, &mut worker.reserve, range(0, 2), Level::LAST).unwrap();
-        tree.collapse(&mut worker.who, range(0, 2)).unwrap();
+        tree.collapse(&mut worker.who, range(0, 2), Level::TOP).unwrap();
     });
     let mut worker = world.worker(0);
     worker.write_protect(0, 2);
@@ -169,7 +169,7 @@ fn unmap_of_a_page_in_a_block_that_comes_back(world: World) {
     world.worker(0).map_as(0, 2, host(0), RW, BLOCK);
     world.vcpu(0, 0).access(0, true, |_| {});
     let collapse = world.worker(0).spawn(|worker| {
-        worker.world.tree.collapse(&mut worker.who, range(0, 2)).unwrap();
+        worker.world.tree.collapse(&mut worker.who, range(0, 2), Level::TOP).unwrap();
     });
     let mut worker = world.worker(3);
     worker.unmap(0, 1);
@@ -189,7 +189,7 @@ fn an_unmap_in_a_block_outlives_a_collapse() {
 fn map_of_a_page_in_a_block_that_comes_back(world: World) {
     world.worker(0).map_as(0, 2, host(0), RO, BLOCK);
     let collapse = world.worker(0).spawn(|worker| {
-        worker.world.tree.collapse(&mut worker.who, range(0, 2)).unwrap();
+        worker.world.tree.collapse(&mut worker.who, range(0, 2), Level::TOP).unwrap();
     });
     let mut worker = world.worker(3);
     worker.map(0, 1, host(2), RW);
@@ -210,7 +210,7 @@ fn hardware_write_to_a_table_being_collapsed(world: World) {
     world.worker(1).map(0, 2, host(0), clean);
     let guest = world.vcpu(0, 0).spawn(|vcpu| vcpu.access(0, true, |_| {}));
     let mut worker = world.worker(0);
-    world.tree.collapse(&mut worker.who, range(0, 2)).unwrap();
+    world.tree.collapse(&mut worker.who, range(0, 2), Level::TOP).unwrap();
     let (_, written) = guest.join();
     let mut reported = false;
     let sink = |pages| reported |= pages == range(0, 1);
@@ -234,7 +234,7 @@ fn a_hardware_write_is_lost_by_a_collapse_that_does_not_freeze() {
 fn two_collapses(world: World) {
     world.worker(1).map(0, 2, host(0), RW);
     let collapse = |worker: &mut crate::world::Actor| {
-        let collapsed = worker.world.tree.collapse(&mut worker.who, range(0, 2));
+        let collapsed = worker.world.tree.collapse(&mut worker.who, range(0, 2), Level::TOP);
         worker.world.expect(collapsed != Err(Error::Retry), "elsewhere");
         worker.world.tree.reclaim(&mut worker.who);
         collapsed.unwrap()

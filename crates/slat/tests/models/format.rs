@@ -101,6 +101,10 @@ unsafe impl Format for Tiny {
         self.arm.output_bits()
     }
 
+    fn sets_accessed(&self) -> bool {
+        self.arm.sets_accessed()
+    }
+
     fn tracks_dirty(&self) -> bool {
         self.arm.tracks_dirty()
     }
