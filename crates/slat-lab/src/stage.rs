@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use slat::format::arm::Granule;
 use slat_model::{HostMemory, Model};
-use slat_vm::{SlotId, Worker};
+use slat_vm::Worker;
 
 use crate::crew::{Board, Crew};
 use crate::failure::Failure;
@@ -129,7 +129,7 @@ impl<'m, G: Granule> Stage<'_, 'm, G> {
         &mut self,
         name: &'static str,
         iteration: Option<u32>,
-        mut step: impl FnMut(&ModelVm<'m, G>, &mut Worker<'m, Model>, SlotId) -> Result<(), E>,
+        mut step: impl FnMut(&ModelVm<'m, G>, &mut Worker<'m, Model>, u32) -> Result<(), E>,
     ) -> Result<(), E> {
         self.begin(name, iteration);
         let start = Instant::now();

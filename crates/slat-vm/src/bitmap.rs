@@ -64,6 +64,56 @@ impl Bitmap {
     }
 }
 
+impl Bitmap {
+    /// Whether the bit of `page` is set; not so of a page that there is not.
+    pub(crate) fn get(&self, page: u64) -> bool {
+        // Acquire: what was done before the bit was changed comes before what is done because of it.
+        let word = self.words.get((page / SECTION) as usize);
+        word.is_some_and(|word| word.load(Ordering::Acquire) >> (page % SECTION) & 1 == 1)
+    }
+
+    /// The bit of the page `first`, and how many pages from there on, up to `end`, have the same.
+    pub(crate) fn run(&self, first: u64, end: u64) -> (bool, u64) {
+        let value = self.get(first);
+        let mut at = first;
+        while at < end {
+            let Some(word) = self.words.get((at / SECTION) as usize) else { break };
+            let word = word.load(Ordering::Acquire) >> (at % SECTION);
+            let left = SECTION - at % SECTION;
+            let same = if value { word.trailing_ones() } else { word.trailing_zeros() };
+            let same = u64::from(same).min(left);
+            at += same;
+            if same < left {
+                break;
+            }
+        }
+        (value, at.min(end).saturating_sub(first))
+    }
+
+    /// Adds the bits of `other`, which nobody changes any more.
+    pub(crate) fn add(&self, other: &Self) {
+        for (word, bits) in self.words.iter().zip(&other.words) {
+            word.fetch_or(bits.load(Ordering::Relaxed), Ordering::AcqRel);
+        }
+    }
+
+    /// Sets or clears the bits of the pages from `first` up to `end`.
+    pub(crate) fn assign(&self, first: u64, end: u64, set: bool) {
+        let mut at = first;
+        while at < end {
+            let Some(word) = self.words.get((at / SECTION) as usize) else { return };
+            let next = (at - at % SECTION + SECTION).min(end);
+            let bits = u64::MAX >> (SECTION - (next - at)) << (at % SECTION);
+            if set {
+                word.fetch_or(bits, Ordering::AcqRel);
+            } else {
+                word.fetch_and(!bits, Ordering::AcqRel);
+            }
+            at = next;
+        }
+    }
+}
+
 /// What [`Bitmap::take`] found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Taken {
@@ -90,6 +140,20 @@ mod tests {
     fn bits_beyond_the_last_page_are_never_set() {
         let bitmap = Bitmap::new(67, true).unwrap();
         assert_eq!((bitmap.words.len(), bitmap.read(0), bitmap.read(1)), (2, u64::MAX, 7));
+    }
+
+    #[test]
+    fn bits_are_assigned_and_counted_across_words() {
+        let bitmap = Bitmap::new(300, false).unwrap();
+        assert_eq!(bitmap.run(0, 300), (false, 300));
+        bitmap.assign(60, 200, true);
+        assert_eq!(bitmap.run(0, 300), (false, 60));
+        assert_eq!((bitmap.run(60, 300), bitmap.run(60, 128)), ((true, 140), (true, 68)));
+        assert_eq!(bitmap.run(200, 300), (false, 100));
+        bitmap.assign(64, 65, false);
+        assert_eq!((bitmap.run(60, 300), bitmap.run(64, 300)), ((true, 4), (false, 1)));
+        bitmap.assign(0, 300, true);
+        assert_eq!((bitmap.run(0, 300), bitmap.run(0, 400)), ((true, 300), (true, 300)));
     }
 
     #[test]

@@ -7,7 +7,7 @@
 
 use slat::{Format, Gpa, GpaRange, Machine};
 
-use crate::bitmap::{SECTION, Taken};
+use crate::bitmap::{Bitmap, SECTION, Taken};
 use crate::log::{Log, LogError, LogMode};
 use crate::protect::{Protector, Split};
 use crate::sabotage::{Skip, skips};
@@ -29,6 +29,24 @@ struct Subject {
     pages: u64,
 }
 
+/// The bits of a slot: the log's own, and those of the monitor that writes to the memory itself.
+struct Logged<'a> {
+    log: &'a Log,
+    monitor: Option<&'a Bitmap>,
+}
+
+impl Logged<'_> {
+    fn monitor(&self, bits: impl FnOnce(&Bitmap) -> u64) -> u64 {
+        self.monitor.map_or(0, bits)
+    }
+
+    /// Takes those bits of a word that `mask` has. Pages that only the monitor wrote to need no protection.
+    fn take(&self, word: usize, mask: u64) -> Taken {
+        let Taken { bits, left } = self.log.bitmap.take(word, mask);
+        Taken { bits: bits | self.monitor(|monitor| monitor.take(word, mask).bits), left }
+    }
+}
+
 impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Which pages of a slot were written (`KVM_GET_DIRTY_LOG`): bit `n % 64` of word `n / 64` of `bitmap` says so of
     /// page `n`. Returns how many.
@@ -44,48 +62,146 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     ///
     /// With [`LogMode::Manual`], those written since each was last [cleared](Self::clear_dirty_log); nothing changes.
     ///
+    /// With [`LogMode::Hardware`], those written since the last collection: a walk over the slot's entries takes their
+    /// dirty state and invalidates once. With [`LogMode::Ring`], those that no vCPU has written.
+    ///
     /// # Errors
-    /// [`LogError::NoSlot`], [`LogError::NotEnabled`], [`LogError::BitmapLength`] unless the bitmap has exactly one bit
+    /// [`LogError::Ring`] for rings without a backup bitmap; [`LogError::NoSlot`], [`LogError::NotEnabled`], [`LogError::BitmapLength`] unless the bitmap has exactly one bit
     /// a page, rounded up to words: nothing was taken. [`LogError::Gone`] if the log is disabled meanwhile;
     /// [`LogError::OtherMachine`].
     pub fn dirty_log(
         &self,
         worker: &mut Worker<'m, M>,
-        id: SlotId,
+        id: impl Into<SlotId>,
         bitmap: &mut [u64],
     ) -> Result<u64, LogError> {
-        let subject = self.subject(worker, id)?;
+        let subject = self.subject(worker, id.into())?;
         let words = subject.pages.div_ceil(SECTION) as usize;
         if bitmap.len() != words {
             return Err(LogError::BitmapLength { words });
         }
-        if subject.mode != LogMode::Protect {
-            self.in_pins(worker, &subject, 0, bitmap, |log, word, out| {
-                *out = log.bitmap.read(word);
-            })?;
-            return Ok(count(bitmap));
+        match subject.mode {
+            LogMode::Protect => self.take_and_protect(worker, &subject, bitmap)?,
+            LogMode::Manual { .. } => {
+                self.in_pins(worker, &subject, 0, bitmap, |slot, word, out| {
+                    *out = slot.log.bitmap.read(word) | slot.monitor(|bits| bits.read(word));
+                })?;
+                return Ok(count(bitmap));
+            }
+            LogMode::Hardware => self.harvest(worker, &subject, bitmap)?,
+            LogMode::Ring { backup: true } => {
+                bitmap.fill(0);
+                self.take_rest(worker, &subject, bitmap)?;
+            }
+            LogMode::Ring { backup: false } => return Err(LogError::Ring),
         }
-        self.open(worker, &subject)?;
+        let pages = count(bitmap);
+        worker.statistics.collected += pages;
+        Ok(pages)
+    }
+
+    fn take_and_protect(
+        &self,
+        worker: &mut Worker<'m, M>,
+        subject: &Subject,
+        bitmap: &mut [u64],
+    ) -> Result<(), LogError> {
+        self.open(worker, subject)?;
         if skips(Skip::TakeFirst) {
-            self.protect(worker, subject.range)?;
+            self.protect(worker, subject.id.space, subject.range)?;
         }
-        let taken = self.in_pins(worker, &subject, 0, bitmap, |log, word, out| {
-            *out = log.bitmap.take(word, u64::MAX).bits;
+        let taken = self.in_pins(worker, subject, 0, bitmap, |slot, word, out| {
+            *out = slot.take(word, u64::MAX).bits;
         });
         let protected = taken.and_then(|()| {
             if skips(Skip::TakeFirst) {
                 return Ok(());
             }
-            let mut protector = Protector::new(self, worker, subject.range, Split::Nothing);
+            let mut protector = self.protector(worker, subject, Split::Nothing);
             for (word, &bits) in (0..).zip(bitmap.iter()) {
                 protector.word(word, Taken { bits, left: 0 })?;
             }
             Ok(protector.finish()?)
         });
-        self.close(worker, &subject, subject.range, protected)?;
-        let pages = count(bitmap);
-        worker.statistics.collected += pages;
-        Ok(pages)
+        self.close(worker, subject, subject.range, protected)
+    }
+
+    /// What is in the bitmap though nothing was protected for it, added to `bitmap`.
+    fn take_rest(
+        &self,
+        worker: &Worker<'m, M>,
+        subject: &Subject,
+        bitmap: &mut [u64],
+    ) -> Result<(), LogError> {
+        self.in_pins(worker, subject, 0, bitmap, |slot, word, out| {
+            *out |= slot.take(word, u64::MAX).bits;
+        })
+    }
+
+    /// The dirty state of hardware, and what unmaps and faults have taken out of entries before.
+    fn harvest(
+        &self,
+        worker: &Worker<'m, M>,
+        subject: &Subject,
+        bitmap: &mut [u64],
+    ) -> Result<(), LogError> {
+        bitmap.fill(0);
+        let start = subject.range.start().0;
+        let moving = self.transit.enter();
+        for tree in self.trees(subject.id.space) {
+            tree.harvest_dirty(&worker.hands.participant, subject.range, |dirty| {
+                let page = |gpa: Gpa| (gpa.0 - start) >> F::PAGE_SHIFT;
+                set(bitmap, page(dirty.start()), page(dirty.end()));
+            })?;
+        }
+        // If the log has gone, the state may have been another's: it is handed over.
+        let there = self.pinned(worker, subject, |_| ());
+        if there.is_err() {
+            for (word, bits) in (0..).zip(bitmap.iter()) {
+                for page in (0..SECTION).filter(|page| bits >> page & 1 == 1) {
+                    let gpa = Gpa(start + ((word * SECTION + page) << F::PAGE_SHIFT));
+                    self.mark_taken(worker, subject.id.space, gpa);
+                }
+            }
+        }
+        drop(moving);
+        there?;
+        // Rule 8: whose entries were found empty, is in the bitmap then.
+        self.transit.wait(self.machine());
+        self.take_rest(worker, subject, bitmap)
+    }
+
+    /// When a log of hardware's dirty state begins, nothing has been written yet.
+    pub(crate) fn mark_clean(
+        &self,
+        worker: &Worker<'m, M>,
+        space: u16,
+        range: GpaRange,
+    ) -> Result<(), LogError> {
+        for tree in self.trees(space) {
+            tree.harvest_dirty(&worker.hands.participant, range, |_| {})?;
+        }
+        Ok(())
+    }
+
+    /// Marks a page whose entry was dirty and is not any more, in the log that its slot has now.
+    pub(crate) fn mark_taken(&self, worker: &Worker<'m, M>, space: u16, gpa: Gpa) {
+        let pin = worker.hands.participant.pin();
+        let Ok(map) = self.slots.read(&pin) else { return };
+        if let Some(version) = map.find(space, gpa, &mut 0)
+            && let Some(log) = version.writes()
+        {
+            log.bitmap.mark(version.page_of(gpa, F::PAGE_SHIFT));
+        }
+    }
+
+    fn protector<'a>(
+        &'a self,
+        worker: &'a mut Worker<'m, M>,
+        subject: &Subject,
+        split: Split,
+    ) -> Protector<'a, 'm, F, M, H> {
+        Protector::new(self, worker, (subject.id.space, subject.range), split)
     }
 
     /// Clears those of `pages` pages from page `first` of the slot whose bit is set in `bitmap`, bit 0 of word 0 for
@@ -98,18 +214,23 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     ///
     /// # Errors
     /// [`LogError::FirstPage`] unless `first` is a multiple of 64; [`LogError::BeyondEnd`]; [`LogError::PageCount`]
-    /// unless `pages` is a multiple of 64 or ends with the slot; [`LogError::BitmapLength`] unless the bitmap has
+    /// unless `pages` is a multiple of 64 or ends with the slot; [`LogError::NotManual`], [`LogError::Ring`]; [`LogError::BitmapLength`] unless the bitmap has
     /// exactly one bit for each of `pages`, rounded up to words; [`LogError::NoSlot`], [`LogError::NotEnabled`]:
     /// nothing was cleared. [`LogError::Gone`] if the log is disabled meanwhile; [`LogError::OtherMachine`].
     pub fn clear_dirty_log(
         &self,
         worker: &mut Worker<'m, M>,
-        id: SlotId,
+        id: impl Into<SlotId>,
         first: u64,
         pages: u64,
         bitmap: &[u64],
     ) -> Result<u64, LogError> {
-        let subject = self.subject(worker, id)?;
+        let subject = self.subject(worker, id.into())?;
+        match subject.mode {
+            LogMode::Protect | LogMode::Manual { .. } => {}
+            LogMode::Hardware => return Err(LogError::NotManual),
+            LogMode::Ring { .. } => return Err(LogError::Ring),
+        }
         check(&subject, first, pages, bitmap.len())?;
         let page_size = self.tree().geometry().page_size();
         let start = subject.range.start().0 + first * page_size;
@@ -131,15 +252,15 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         cleared: &mut u64,
     ) -> Result<(), LogError> {
         let split = self.options.eager_split.map_or(Split::Edges, Split::Chunks);
-        let mut protector = Protector::new(self, worker, subject.range, split);
+        let mut protector = self.protector(worker, subject, split);
         for (chunk, masks) in (0..).zip(bitmap.chunks(AT_ONCE)) {
             let base = first + chunk * AT_ONCE as u64;
             let mut taken = [Taken { bits: 0, left: 0 }; AT_ONCE];
             let taken = &mut taken[..masks.len()];
-            self.in_pins(protector.worker(), subject, base as usize, taken, |log, word, out| {
+            self.in_pins(protector.worker(), subject, base as usize, taken, |slot, word, out| {
                 let mask = masks.get(word - base as usize).copied().unwrap_or(0);
                 // Bits beyond the end of the slot are never set, so there is nothing to take.
-                *out = log.bitmap.take(word, mask);
+                *out = slot.take(word, mask);
             })?;
             for (word, &taken) in (base..).zip(taken.iter()) {
                 *cleared += u64::from(taken.bits.count_ones());
@@ -151,25 +272,25 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
 
     /// What there is to collect from.
     fn subject(&self, worker: &Worker<'m, M>, id: SlotId) -> Result<Subject, LogError> {
-        let pin = worker.participant.pin();
+        let pin = worker.hands.participant.pin();
         let slot = self.slots.read(&pin)?.get(id).ok_or(LogError::NoSlot)?;
         let log = slot.log.as_ref().ok_or(LogError::NotEnabled)?;
         let pages = slot.range.size() / self.tree().geometry().page_size();
         Ok(Subject { id, log: log.number, mode: log.mode, range: slot.range, pages })
     }
 
-    /// Runs `step` on the log, pinned.
+    /// Runs `step` on the slot, pinned, if its log is still the same.
     fn pinned<T>(
         &self,
         worker: &Worker<'m, M>,
         subject: &Subject,
-        step: impl FnOnce(&Log) -> T,
+        step: impl FnOnce(Logged<'_>) -> T,
     ) -> Result<T, LogError> {
-        let pin = worker.participant.pin();
-        let slot = self.slots.read(&pin)?.get(subject.id);
-        let log = slot.and_then(|slot| slot.log.as_ref());
-        let log = log.filter(|log| log.number == subject.log).ok_or(LogError::Gone)?;
-        Ok(step(log))
+        let pin = worker.hands.participant.pin();
+        let slot = self.slots.read(&pin)?.get(subject.id).ok_or(LogError::Gone)?;
+        let log = slot.log.as_deref().filter(|log| log.number == subject.log);
+        let log = log.ok_or(LogError::Gone)?;
+        Ok(step(Logged { log, monitor: slot.monitor.as_deref() }))
     }
 
     /// Runs `step` on the log for each word from `first` on that `outs` has a place for, some words a pin.
@@ -179,13 +300,13 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         subject: &Subject,
         first: usize,
         outs: &mut [T],
-        mut step: impl FnMut(&Log, usize, &mut T),
+        mut step: impl FnMut(&Logged<'_>, usize, &mut T),
     ) -> Result<(), LogError> {
         for (chunk, outs) in outs.chunks_mut(AT_ONCE).enumerate() {
             let base = first + chunk * AT_ONCE;
-            self.pinned(worker, subject, |log| {
+            self.pinned(worker, subject, |slot| {
                 for (word, out) in (base..).zip(outs) {
-                    step(log, word, out);
+                    step(&slot, word, out);
                 }
             })?;
         }
@@ -195,7 +316,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Before bits are taken whose pages are still writable.
     fn open(&self, worker: &Worker<'m, M>, subject: &Subject) -> Result<(), LogError> {
         // The exchange that takes a bit releases this: who finds it taken finds the count raised.
-        self.pinned(worker, subject, |log| log.open.fetch_add(1, Ordering::Relaxed)).map(|_| ())
+        self.pinned(worker, subject, |slot| slot.log.open.fetch_add(1, Ordering::Relaxed))
+            .map(|_| ())
     }
 
     /// After the pages of the taken bits were protected: if another collection is not that far yet, its pages may be
@@ -208,16 +330,19 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         done: Result<(), LogError>,
     ) -> Result<(), LogError> {
         // Acquire: a count that is down to ours means that the others' pages are protected.
-        let others = self.pinned(worker, subject, |log| {
-            log.open.load(Ordering::Acquire) > 1 && !skips(Skip::OpenCollections)
+        let others = self.pinned(worker, subject, |slot| {
+            slot.log.open.load(Ordering::Acquire) > 1 && !skips(Skip::OpenCollections)
         });
         let protected = match others {
-            Ok(true) if done.is_ok() => self.protect(worker, range).map_err(LogError::from),
+            Ok(true) if done.is_ok() => {
+                self.protect(worker, subject.id.space, range).map_err(LogError::from)
+            }
             Ok(_) => Ok(()),
             Err(gone) => return done.and(Err(gone)),
         };
         // Release: the protection comes before whoever reads the lower count.
-        let lowered = self.pinned(worker, subject, |log| log.open.fetch_sub(1, Ordering::Release));
+        let lowered =
+            self.pinned(worker, subject, |slot| slot.log.open.fetch_sub(1, Ordering::Release));
         done.and(protected).and(lowered.map(|_| ()))
     }
 }
@@ -239,6 +364,15 @@ fn check(subject: &Subject, first: u64, pages: u64, words: usize) -> Result<(), 
         return Err(LogError::BitmapLength { words: wanted });
     }
     Ok(())
+}
+
+/// Sets the bits of the pages from `first` up to `end`.
+fn set(bitmap: &mut [u64], first: u64, end: u64) {
+    for page in first..end {
+        if let Some(word) = bitmap.get_mut((page / SECTION) as usize) {
+            *word |= 1 << (page % SECTION);
+        }
+    }
 }
 
 fn count(bitmap: &[u64]) -> u64 {

@@ -39,6 +39,17 @@ pub enum Exit {
     Retry,
     /// Emulate the access.
     Mmio(Mmio),
+    /// The access says that the memory is private and it is shared, or the other way round: convert it with
+    /// [`Vm::set_private`](crate::Vm::set_private), or refuse.
+    Convert {
+        /// The address, as the fault gave it.
+        gpa: Gpa,
+        /// What the access takes it to be.
+        private: bool,
+    },
+    /// The dirty ring of the vCPU has to be reset before it may enter the guest again. The fault was handled, unless the
+    /// ring had no entry left at all; then it comes again.
+    DirtyRingFull,
     /// Tell the guest that it did something that hardware would not do.
     Abort(Abort),
 }

@@ -75,6 +75,15 @@ pub trait Host: Sync {
     /// Why there is no page.
     fn page(&self, hva: Hva, access: Access) -> Result<HostPage, HostError>;
 
+    /// The page behind `hva` if the host has it at hand, for pages that are mapped round the one of a fault
+    /// ([`VmOptions::fault_around`](crate::VmOptions)). Must neither block nor change anything: no page is fetched and
+    /// no copy broken, and `writable` says whether a write needs neither. As outdated as the answer of
+    /// [`page`](Self::page) may be.
+    fn present(&self, hva: Hva) -> Option<HostPage> {
+        let _ = hva;
+        None
+    }
+
     /// The guest can now write to `size` bytes from `hva` without a fault. Called after a fault that made it so, before
     /// the guest resumes; not while pinned.
     fn dirtied(&self, hva: Hva, size: u64) {

@@ -2,11 +2,12 @@
 
 use core::fmt;
 
-use slat::{Edges, Format, Gpa, GpaRange, Machine};
+use slat::{Format, Gpa, GpaRange, Machine};
 
-use crate::progress::{Begun, Progress};
+use crate::progress::{Begun, Interval, Progress};
 use crate::sabotage::{Skip, skips};
-use crate::{Host, OtherMachine, Vm, Worker};
+use crate::slot::Version;
+use crate::{Host, Hva, HvaRange, OtherMachine, SlotId, Vm, Worker};
 
 /// Why an invalidation did not begin. Nothing is in progress then; some of it may be unmapped already, and will fault
 /// back.
@@ -15,6 +16,11 @@ use crate::{Host, OtherMachine, Vm, Worker};
 pub enum InvalidateError {
     /// The worker belongs to another machine than this VM.
     OtherMachine,
+    /// A pinned slot has some of these pages: delete it first. Nothing was unmapped.
+    Pinned {
+        /// Which.
+        slot: SlotId,
+    },
     /// The tree refused.
     Tree(slat::Error),
 }
@@ -23,6 +29,9 @@ impl fmt::Display for InvalidateError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::OtherMachine => OtherMachine.fmt(f),
+            Self::Pinned { slot } => {
+                write!(f, "memslot {slot} is pinned: the host cannot take its pages back")
+            }
             Self::Tree(error) => error.fmt(f),
         }
     }
@@ -46,7 +55,11 @@ pub struct Guard<'v, M: Machine> {
     begun: Begun,
 }
 
-impl<M: Machine> Guard<'_, M> {
+impl<'v, M: Machine> Guard<'v, M> {
+    pub(crate) fn new(progress: &'v Progress, machine: &'v M, begun: Begun) -> Self {
+        Self { progress, machine, begun }
+    }
+
     /// Ends the invalidation: faults may install what the host says from now on.
     pub fn end(self) {}
 }
@@ -58,8 +71,9 @@ impl<M: Machine> Drop for Guard<'_, M> {
 }
 
 impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
-    /// Begins to take pages back from the guest: when it returns, no CPU translates anything in `ranges`, and nobody
-    /// who looked one of their pages up still uses it. Then change the host's mapping, and drop the guard.
+    /// Begins to take pages back from the guest: when it returns, no CPU translates anything in `ranges`, in any address
+    /// space, and nobody who looked one of their pages up still uses it. Then change the host's mapping, and drop the
+    /// guard.
     ///
     /// Ranges are widened to whole granules and cut where guest addresses end. A block that reaches beyond them goes as
     /// a whole, and the rest of it faults back: nothing is allocated, and it never blocks but for one bounded grace
@@ -74,31 +88,158 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         worker: &mut Worker<'m, M>,
         ranges: &[GpaRange],
     ) -> Result<Guard<'v, M>, InvalidateError> {
-        self.admit(worker.participant.machine())?;
+        self.admit(worker.hands.participant.machine())?;
         let ranges = ranges.iter().filter_map(|&range| self.whole_pages(range));
-        let begun = self.progress.begin(ranges.clone());
-        let guard = Guard { progress: &self.progress, machine: self.machine(), begun };
-        // A full fence, and then every pin that may have missed the list has been given up.
-        if !skips(Skip::InvalidationGrace) {
-            worker.participant.synchronize();
+        for range in ranges.clone() {
+            self.refuse_pinned(worker, |slot| slot.range.overlaps(&range))?;
         }
+        let guard = self.begin(worker, ranges.clone().map(Interval::guest));
         for range in ranges {
-            for tree in self.trees() {
-                let Worker { participant, reserve, .. } = worker;
-                tree.unmap(participant, reserve, range, Edges::Whole, |_| {})
-                    .map_err(InvalidateError::Tree)?;
+            for space in 0..self.options.address_spaces {
+                self.unmap_whole(worker, space, range)?;
             }
         }
         Ok(guard)
     }
 
+    /// Begins to take back what lies behind host addresses, wherever in the guest that is mapped, as a host does that
+    /// does not know its guests' addresses. What it promises is what [`invalidate_begin`](Self::invalidate_begin)
+    /// promises, for every slot that has some of `ranges` behind it, those created meanwhile included. Of a slot with
+    /// [private memory](crate::SlotConfig::private) only the pages go that are backed from there now.
+    ///
+    /// Costs also a look at every slot.
+    ///
+    /// # Errors
+    /// [`InvalidateError`].
+    pub fn invalidate_host_begin<'v>(
+        &'v self,
+        worker: &mut Worker<'m, M>,
+        ranges: &[HvaRange],
+    ) -> Result<Guard<'v, M>, InvalidateError> {
+        self.admit(worker.hands.participant.machine())?;
+        let ranges = ranges.iter().filter_map(|&range| self.whole_host_pages(range));
+        for range in ranges.clone() {
+            self.refuse_pinned(worker, |slot| slot.backed_by(slot.config.hva, range).is_some())?;
+        }
+        let guard = self.begin(worker, ranges.clone().map(Interval::host));
+        for range in ranges {
+            self.each_backed(worker, range, |worker, space, range| {
+                self.unmap_whole(worker, space, range)
+            })?;
+        }
+        Ok(guard)
+    }
+
+    fn begin(
+        &self,
+        worker: &mut Worker<'m, M>,
+        ranges: impl Iterator<Item = Interval> + Clone,
+    ) -> Guard<'_, M> {
+        let begun = self.progress.begin(ranges);
+        let guard = Guard::new(&self.progress, self.machine(), begun);
+        // A full fence, and then every pin that may have missed the list has been given up.
+        if !skips(Skip::InvalidationGrace) {
+            worker.hands.participant.synchronize();
+        }
+        guard
+    }
+
+    fn refuse_pinned(
+        &self,
+        worker: &Worker<'m, M>,
+        meant: impl Fn(&Version) -> bool,
+    ) -> Result<(), InvalidateError> {
+        let pin = worker.hands.participant.pin();
+        let map = self.slots.read(&pin)?;
+        match map.pinned().find(|slot| meant(slot)) {
+            Some(slot) => Err(InvalidateError::Pinned { slot: slot.id }),
+            None => Ok(()),
+        }
+    }
+
+    /// Calls `each` for every piece of guest addresses that `range` is behind, not pinned, one address space after the
+    /// other. A slot that appears meanwhile may be left out.
+    pub(crate) fn each_backed<E: From<OtherMachine>>(
+        &self,
+        worker: &mut Worker<'m, M>,
+        range: HvaRange,
+        mut each: impl FnMut(&mut Worker<'m, M>, u16, GpaRange) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (mut space, mut at) = (0, 0);
+        loop {
+            let found = {
+                let pin = worker.hands.participant.pin();
+                let map = self.slots.read(&pin)?;
+                map.after(space, at).find_map(|slot| {
+                    let from = if slot.id.space == space { at } else { 0 };
+                    Some((slot.id.space, slot.next_backed(range, from, F::PAGE_SHIFT)?))
+                })
+            };
+            let Some((found_space, piece)) = found else { return Ok(()) };
+            each(worker, found_space, piece)?;
+            (space, at) = (found_space, piece.end().0);
+        }
+    }
+
     /// The granules that `range` touches, as far as the tree has addresses.
-    fn whole_pages(&self, range: GpaRange) -> Option<GpaRange> {
+    pub(crate) fn whole_pages(&self, range: GpaRange) -> Option<GpaRange> {
         let geometry = self.tree().geometry();
         let mask = geometry.page_size() - 1;
         let limit = geometry.limit().0;
         let start = range.start().0 & !mask;
         let end = range.end().0.min(limit).checked_add(mask)? & !mask;
         GpaRange::new(Gpa(start), end.checked_sub(start)?)
+    }
+
+    /// The granules of host memory that `range` touches.
+    pub(crate) fn whole_host_pages(&self, range: HvaRange) -> Option<HvaRange> {
+        let mask = self.tree().geometry().page_size() - 1;
+        let start = range.start().0 & !mask;
+        let end = range.end().0.saturating_add(mask) & !mask;
+        HvaRange::new(Hva(start), end.checked_sub(start)?)
+    }
+}
+
+impl Version {
+    /// The part of the slot behind which `range` lies, if what backs it begins at `base`.
+    fn backed_by(&self, base: Hva, range: HvaRange) -> Option<GpaRange> {
+        let start = range.start().0.max(base.0);
+        let end = range.end().0.min(base.0.saturating_add(self.range.size()));
+        let first = self.range.start().0 + start.saturating_sub(base.0);
+        GpaRange::new(Gpa(first), end.checked_sub(start)?)
+    }
+
+    /// The first piece at or after `from` behind which `range` lies.
+    fn next_backed(&self, range: HvaRange, from: u64, page_shift: u32) -> Option<GpaRange> {
+        let after = |piece: GpaRange| {
+            let start = piece.start().0.max(from);
+            GpaRange::new(Gpa(start), piece.end().0.checked_sub(start)?)
+        };
+        let shared = self.backed_by(self.config.hva, range).and_then(after);
+        let Some(pages) = &self.private else { return shared };
+        let private = self.config.private.and_then(|base| self.backed_by(base, range));
+        // The first run of pages that are of the kind that is meant.
+        let first_run = |piece: GpaRange, kind: bool| {
+            let mut page = self.page_of(piece.start(), page_shift);
+            let end = self.page_of(piece.end(), page_shift);
+            loop {
+                let (private, pages) = pages.0.run(page, end);
+                if pages == 0 {
+                    return None;
+                }
+                if private == kind {
+                    let start = self.range.start().0 + (page << page_shift);
+                    return GpaRange::new(Gpa(start), pages << page_shift);
+                }
+                page += pages;
+            }
+        };
+        let shared = shared.and_then(|piece| first_run(piece, false));
+        let private = private.and_then(after).and_then(|piece| first_run(piece, true));
+        match (shared, private) {
+            (Some(a), Some(b)) if b.start() < a.start() => Some(b),
+            (Some(a), _) => Some(a),
+            (None, b) => b,
+        }
     }
 }

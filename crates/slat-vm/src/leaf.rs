@@ -44,10 +44,11 @@ impl Wanted {
         let geometry = format.geometry();
         let size = geometry.size(self.level);
         // Under a log every page is noticed by itself, and device registers are mapped as they were asked for.
-        let single = facts.logged || page.device;
+        let single = facts.log.is_some() || page.device;
         let congruent = (self.gpa.0 ^ self.output.0) & (size - 1) == 0;
         // Not larger than the host's page: what follows it is somebody else's.
-        let fits = size <= page.size && size <= facts.max_page_size;
+        let largest = facts.config.max_page_size.unwrap_or(u64::MAX).min(facts.uniform);
+        let fits = size <= page.size && size <= largest;
         let range = self.range(geometry);
         let inside = range.is_some_and(|range| {
             facts.range.start() <= range.start() && range.end() <= facts.range.end()

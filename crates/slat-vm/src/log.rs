@@ -2,11 +2,14 @@
 
 use core::fmt;
 
-use slat::{Format, GpaRange, Machine};
+use slat::{Format, Gpa, GpaRange, Installed, Machine};
 
 use crate::bitmap::Bitmap;
 use crate::heap::OutOfMemory;
+use crate::ring::Ring;
+use crate::shared::Shared;
 use crate::slot::{SlotId, Version};
+use crate::split::SplitJob;
 use crate::sync::AtomicUsize;
 use crate::{Host, OtherMachine, Vm, Worker};
 
@@ -21,6 +24,18 @@ pub enum LogMode {
         /// Every page counts as written at first, and nothing is protected when the log is enabled; otherwise no page
         /// does, and all are protected.
         initially_all_set: bool,
+    },
+    /// Hardware keeps dirty state in the tree's entries (Arm: FEAT_HAFDBS, with
+    /// [`with_hardware_dirty`](slat::format::arm::Stage2::with_hardware_dirty)). Writes do not fault at all while the
+    /// log is on; each collection takes the state out of the entries by a walk. A block counts as written as a whole:
+    /// with [`VmOptions::eager_split`](crate::VmOptions) blocks are split when the log is enabled.
+    Hardware,
+    /// Each vCPU reports the pages that it makes writable in its [dirty ring](crate::DirtyRing), which is read and
+    /// [reset](Vm::reset_dirty_ring) instead of the bitmap. All pages are protected when the log is enabled.
+    Ring {
+        /// There is a bitmap too, for what no vCPU has written: [`Vm::mark_dirty`], the monitor, dirty state that
+        /// hardware kept. Without one, such writes are refused or lost.
+        backup: bool,
     },
 }
 
@@ -37,9 +52,86 @@ pub(crate) struct Log {
     /// Different for every log of a VM.
     pub(crate) number: u64,
     pub(crate) mode: LogMode,
+    /// Of no pages, for rings without backup.
     pub(crate) bitmap: Bitmap,
     /// How many collections have taken bits and not yet protected their pages.
     pub(crate) open: AtomicUsize,
+}
+
+impl Log {
+    /// A log whose bits are as the mode wants them at first.
+    fn new(number: u64, mode: LogMode, pages: u64, read_only: bool) -> Result<Self, OutOfMemory> {
+        let pages = if mode == (LogMode::Ring { backup: false }) { 0 } else { pages };
+        let bitmap = Bitmap::new(pages, mode.all_set() && !read_only)?;
+        Ok(Self { number, mode, bitmap, open: AtomicUsize::new(0) })
+    }
+
+    /// An empty log of the same mode, for when its slot has moved.
+    pub(crate) fn successor(&self, number: u64, pages: u64) -> Result<Self, OutOfMemory> {
+        Self::new(number, self.mode, pages, true)
+    }
+}
+
+/// One page of a log, and where a vCPU reports it.
+pub(crate) struct Mark<'a> {
+    log: &'a Log,
+    id: SlotId,
+    page: u64,
+    ring: Option<&'a Ring>,
+}
+
+impl<'a> Mark<'a> {
+    pub(crate) fn new(
+        log: &'a Log,
+        version: &Version,
+        gpa: Gpa,
+        page_shift: u32,
+        ring: &'a Option<Shared<Ring>>,
+    ) -> Self {
+        let to_ring = matches!(log.mode, LogMode::Ring { .. });
+        let ring = ring.as_deref().filter(|_| to_ring);
+        Self { log, id: version.id, page: version.page_of(gpa, page_shift), ring }
+    }
+
+    /// Whether a report has a place.
+    pub(crate) fn has_room(&self) -> bool {
+        self.ring.is_none_or(|ring| !ring.is_exhausted())
+    }
+
+    /// After a fault has made the page writable for a write. Whether it was clean in the log.
+    pub(crate) fn written(&self, installed: Installed) -> bool {
+        match (self.log.mode, self.ring) {
+            // Hardware marks the entry when the write goes through.
+            (LogMode::Hardware, _) => false,
+            // Whoever made it writable reports it, before the vCPU that did so resumes.
+            (LogMode::Ring { .. }, Some(ring)) if installed != Installed::Present => {
+                ring.push(self.id, self.page);
+                true
+            }
+            (LogMode::Ring { .. }, Some(_)) => false,
+            _ => self.log.bitmap.mark(self.page),
+        }
+    }
+
+    /// After the vCPU has written to the page by other ways than its translation.
+    pub(crate) fn emulated(&self) {
+        match self.ring {
+            Some(ring) => ring.push(self.id, self.page),
+            None => {
+                self.log.bitmap.mark(self.page);
+            }
+        }
+    }
+
+    /// After a fault has put another leaf in the place of one that hardware may have marked dirty.
+    pub(crate) fn taken(&self, installed: Installed) -> bool {
+        match installed {
+            Installed::Replaced { dirty: true } | Installed::Collapsed { dirty: true } => {
+                self.log.bitmap.mark(self.page)
+            }
+            _ => false,
+        }
+    }
 }
 
 /// Why an operation on a dirty log was refused. Nothing was changed then, unless it says so.
@@ -52,6 +144,21 @@ pub enum LogError {
     NotEnabled,
     /// The slot has a log already: disable it first.
     Enabled,
+    /// The format's hardware keeps no dirty state, or it is not turned on in the format.
+    NoHardware,
+    /// The VM was made without dirty rings.
+    NoRing,
+    /// The slot's log is in the dirty rings, and it has no backup bitmap.
+    Ring,
+    /// The log has nothing to clear: its collections take what they return.
+    NotManual,
+    /// A slot with private memory has no log.
+    Private,
+    /// The pages do not all lie in slots with a log.
+    NotLogged {
+        /// The first address that does not.
+        gpa: Gpa,
+    },
     /// The slot or its log went away during the call. What the bitmap says up to there is true.
     Gone,
     /// The bitmap must have exactly this many words of 64 pages.
@@ -82,6 +189,20 @@ impl fmt::Display for LogError {
             Self::NoSlot => f.write_str("there is no memslot with this number"),
             Self::NotEnabled => f.write_str("the memslot has no dirty log: enable it first"),
             Self::Enabled => f.write_str("the memslot has a dirty log: disable it first"),
+            Self::NoHardware => {
+                f.write_str("the format's hardware keeps no dirty state: turn it on in the format")
+            }
+            Self::NoRing => {
+                f.write_str("the VM has no dirty rings: VmOptions::dirty_ring gives it some")
+            }
+            Self::Ring => f.write_str(
+                "the log of the memslot is in the dirty rings: it has a bitmap only as a backup, if enabled so",
+            ),
+            Self::NotManual => {
+                f.write_str("the log of the memslot is not cleared: collections take what they return")
+            }
+            Self::Private => f.write_str("a memslot with private memory has no dirty log"),
+            Self::NotLogged { gpa } => write!(f, "no memslot with a dirty log at {gpa}"),
             Self::Gone => f.write_str("the memslot or its dirty log went away meanwhile"),
             Self::BitmapLength { words } => {
                 write!(f, "the bitmap must have exactly {words} words of 64 pages")
@@ -120,74 +241,139 @@ impl From<slat::Error> for LogError {
 
 impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Begins to log which pages of a slot are written. From the return on, every write to a page whose bit is clear
-    /// sets it. A read-only slot has a log that stays empty.
+    /// sets it, or is reported as the mode says. A read-only slot has a log that stays empty.
     ///
     /// Costs a bit a page and a grace period; unless all pages count as written at first, also the write protection of
-    /// the slot, after blocks were split if [`VmOptions::eager_split`](crate::VmOptions) says so. Splitting ends early
-    /// without memory ([`WorkerStatistics`](crate::WorkerStatistics) counts it): blocks are then protected as a whole
-    /// and split by the first write to each.
+    /// the slot (with [`LogMode::Hardware`], a walk that marks all clean), after blocks were split if
+    /// [`VmOptions::eager_split`](crate::VmOptions) says so. Splitting ends early without memory
+    /// ([`WorkerStatistics`](crate::WorkerStatistics) counts it): blocks are then protected as a whole and split by the
+    /// first write to each.
     ///
     /// # Errors
-    /// [`LogError::NoSlot`], [`LogError::Enabled`], [`LogError::OutOfMemory`], [`LogError::OtherMachine`]: nothing was
-    /// changed.
+    /// [`LogError::NoSlot`], [`LogError::Enabled`], [`LogError::Private`], [`LogError::NoHardware`],
+    /// [`LogError::NoRing`], [`LogError::OutOfMemory`], [`LogError::OtherMachine`]: nothing was changed.
     pub fn enable_log(
         &self,
         worker: &mut Worker<'m, M>,
-        id: SlotId,
+        id: impl Into<SlotId>,
         mode: LogMode,
     ) -> Result<(), LogError> {
+        self.enable_log_by(worker, id, mode, |worker, job| job.run(self, worker))
+    }
+
+    /// As [`enable_log`](Self::enable_log), but `crew` splits, where blocks are split at all: it may have any number of
+    /// threads [run](SplitJob::run) the job, each with its worker. What it leaves is split by faults.
+    ///
+    /// # Errors
+    /// As [`enable_log`](Self::enable_log).
+    pub fn enable_log_by(
+        &self,
+        worker: &mut Worker<'m, M>,
+        id: impl Into<SlotId>,
+        mode: LogMode,
+        crew: impl FnOnce(&mut Worker<'m, M>, &SplitJob),
+    ) -> Result<(), LogError> {
+        let id = id.into();
+        self.check_mode(mode)?;
         let page_size = self.tree().geometry().page_size();
-        let mut change = self.slots.lock(&mut worker.participant)?;
-        let number = change.map().next_number();
+        let mut change = self.slots.lock(&mut worker.hands.participant)?;
+        let number = change.next_number();
         let old = change.map().get(id).ok_or(LogError::NoSlot)?;
         if old.log.is_some() {
             return Err(LogError::Enabled);
         }
-        let (range, read_only) = (old.range, old.read_only);
-        let bitmap = Bitmap::new(range.size() / page_size, mode.all_set() && !read_only)?;
-        let log = Log { number, mode, bitmap, open: AtomicUsize::new(0) };
-        let version = old.with_log(number, Some(log));
+        if old.private.is_some() {
+            return Err(LogError::Private);
+        }
+        let (range, read_only) = (old.range, old.config.read_only);
+        if let Some(monitor) = &old.monitor {
+            // What the monitor wrote before is not for this log.
+            monitor.assign(0, range.size() / page_size, false);
+        }
+        let log = Log::new(number, mode, range.size() / page_size, read_only)?;
+        let version = Version { number, log: Some(Shared::new(log)?), ..old.clone() };
         // Rule 10: once this has returned, no fault that read "no log" is left.
         change.publish(Some(id), Some(version))?;
         drop(change);
         if mode.all_set() || read_only {
             return Ok(());
         }
-        self.protect_slot(worker, range)
+        if let Some(chunk) = self.options.eager_split {
+            let job = SplitJob::new(id.space, (range.start().0, range.end().0), chunk);
+            crew(worker, &job);
+        }
+        match mode {
+            LogMode::Hardware => self.mark_clean(worker, id.space, range),
+            _ => Ok(self.protect(worker, id.space, range)?),
+        }
     }
 
-    fn protect_slot(&self, worker: &mut Worker<'m, M>, range: GpaRange) -> Result<(), LogError> {
-        if let Some(chunk) = self.options.eager_split {
-            self.split_in_chunks(worker, (range.start().0, range.end().0), chunk);
+    fn check_mode(&self, mode: LogMode) -> Result<(), LogError> {
+        match mode {
+            LogMode::Hardware if !self.tree().format().tracks_dirty() => Err(LogError::NoHardware),
+            LogMode::Ring { .. } if self.options.dirty_ring.is_none() => Err(LogError::NoRing),
+            _ => Ok(()),
         }
-        Ok(self.protect(worker, range)?)
     }
 
     /// Ends the log of a slot. What it holds is lost: collect it before, with the guest stopped if nothing may be
     /// missed.
     ///
     /// Costs a grace period. Pages stay write-protected and small until a fault makes them writable, or puts a block
-    /// in their place.
+    /// in their place; [`collapse`](Vm::collapse) does that ahead.
     ///
     /// # Errors
     /// [`LogError::NoSlot`], [`LogError::NotEnabled`], [`LogError::OutOfMemory`], [`LogError::OtherMachine`]: nothing
     /// was changed.
-    pub fn disable_log(&self, worker: &mut Worker<'m, M>, id: SlotId) -> Result<(), LogError> {
-        let mut change = self.slots.lock(&mut worker.participant)?;
-        let number = change.map().next_number();
+    pub fn disable_log(
+        &self,
+        worker: &mut Worker<'m, M>,
+        id: impl Into<SlotId>,
+    ) -> Result<(), LogError> {
+        let id = id.into();
+        let mut change = self.slots.lock(&mut worker.hands.participant)?;
+        let number = change.next_number();
         let old = change.map().get(id).ok_or(LogError::NoSlot)?;
         if old.log.is_none() {
             return Err(LogError::NotEnabled);
         }
-        let version = old.with_log(number, None);
+        let version = Version { number, log: None, ..old.clone() };
         Ok(change.publish(Some(id), Some(version))?)
     }
-}
 
-impl Version {
-    /// The next version of the same slot.
-    fn with_log(&self, number: u64, log: Option<Log>) -> Self {
-        let &Self { id, range, hva, read_only, max_page_size, .. } = self;
-        Self { number, id, range, hva, read_only, max_page_size, log }
+    /// Says that pages were written by somebody other than the guest, in address space `space`: a device's model, or
+    /// the monitor. For what a vCPU writes, [`Vcpu::mark_dirty`](crate::Vcpu::mark_dirty). Call it after the write.
+    /// Costs a pin and an exchange a page.
+    ///
+    /// # Errors
+    /// [`LogError::NotLogged`] where no slot with a log lies, [`LogError::Ring`] where the log has no backup bitmap:
+    /// the pages before are marked. [`LogError::OtherMachine`].
+    pub fn mark_dirty(
+        &self,
+        worker: &Worker<'m, M>,
+        space: u16,
+        range: GpaRange,
+    ) -> Result<(), LogError> {
+        let mut hit = 0;
+        let mut at = range.start().0 & !((1 << F::PAGE_SHIFT) - 1);
+        while at < range.end().0 {
+            let pin = worker.hands.participant.pin();
+            let version = self.slots.read(&pin)?.find(space, Gpa(at), &mut hit);
+            let logged = version.and_then(|version| Some((version, version.writes()?)));
+            let (version, log) = logged.ok_or(LogError::NotLogged { gpa: Gpa(at) })?;
+            if log.mode == (LogMode::Ring { backup: false }) {
+                return Err(LogError::Ring);
+            }
+            // Not more in one pin than a walk would visit.
+            let end = version.range.end().0.min(range.end().0);
+            for _ in 0..1 << F::INDEX_BITS {
+                if at >= end {
+                    break;
+                }
+                log.bitmap.mark(version.page_of(Gpa(at), F::PAGE_SHIFT));
+                at += 1 << F::PAGE_SHIFT;
+            }
+        }
+        Ok(())
     }
 }

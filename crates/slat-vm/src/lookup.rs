@@ -2,10 +2,12 @@
 
 use core::fmt;
 
-use slat::{Error, Format, Gpa, GpaRange, Hpa, Lookup, Machine, Participant};
+use slat::{Error, Format, Gpa, GpaRange, Hpa, Lookup, Machine, Participant, Pin};
 
+use crate::fault::facts_at;
+use crate::progress::Touch;
 use crate::sabotage::{Skip, skips};
-use crate::{Host, OtherMachine, Vm};
+use crate::{Host, HvaRange, OtherMachine, Vm};
 
 /// Why there is no page to use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -44,9 +46,9 @@ impl From<OtherMachine> for LookUpError {
 }
 
 impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
-    /// Calls `f` with the host-physical address behind `gpa`, and whether the guest may write there. During the call,
-    /// and no longer, the page belongs to the guest: who takes it back waits. `f` runs pinned: it must neither allocate
-    /// nor block. Costs a pin and a descent.
+    /// Calls `f` with the host-physical address behind `gpa` in address space 0, and whether the guest may write there.
+    /// During the call, and no longer, the page belongs to the guest: who takes it back waits. `f` runs pinned: it must
+    /// neither allocate nor block. Costs a pin and a descent.
     ///
     /// # Errors
     /// [`LookUpError`]; `f` was not called then.
@@ -56,22 +58,45 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         gpa: Gpa,
         f: impl FnOnce(Hpa, bool) -> T,
     ) -> Result<T, LookUpError> {
+        self.look_up_in(who, 0, gpa, f)
+    }
+
+    /// [`look_up`](Self::look_up) in any address space.
+    ///
+    /// # Errors
+    /// [`LookUpError`]; `f` was not called then.
+    pub fn look_up_in<T>(
+        &self,
+        who: &Participant<'_, M>,
+        space: u16,
+        gpa: Gpa,
+        f: impl FnOnce(Hpa, bool) -> T,
+    ) -> Result<T, LookUpError> {
         self.admit(who.machine())?;
+        let tree = self.tree_of(space).ok_or(LookUpError::NotMapped)?;
         let pin = who.pin();
         let sample = self.progress.sample();
-        let found = self.tree().look_up(&pin, gpa).map_err(|error| match error {
+        let found = tree.look_up(&pin, gpa).map_err(|error| match error {
             Error::OutOfRange { limit } => LookUpError::OutOfRange { limit },
             _ => LookUpError::Retry,
         })?;
         let Lookup::Mapped { output, template, .. } = found else {
             return Err(LookUpError::NotMapped);
         };
-        // Rule 7: between the grace period of an invalidation and its unmap, the entry is still there.
-        let byte = GpaRange::new(gpa, 1);
-        let untouched = byte.is_some_and(|byte| self.progress.untouched(&pin, sample, byte));
-        if !untouched && !skips(Skip::LookUp) {
+        // Rule 7: between the grace period of an invalidation and its unmap, the entry is still there. Where the slot
+        // is gone already, its deletion has not come to the entry yet.
+        let touch = || self.touch_at(&pin, space, gpa);
+        if !self.progress.untouched(&pin, sample, touch) && !skips(Skip::LookUp) {
             return Err(LookUpError::Retry);
         }
-        Ok(f(output, self.tree().attributes(template).write))
+        Ok(f(output, tree.attributes(template).write))
+    }
+
+    /// The byte at `gpa` and what the host knows it by.
+    fn touch_at(&self, pin: &Pin<'_, M>, space: u16, gpa: Gpa) -> Option<Touch> {
+        let version = self.slots.read(pin).ok()?.find(space, gpa, &mut 0)?;
+        let (facts, _) = facts_at::<F>(version, gpa);
+        let host = HvaRange::new(facts.hva_of(gpa), 1)?;
+        Some(Touch { guest: GpaRange::new(gpa, 1)?, host })
     }
 }

@@ -12,11 +12,14 @@
 //!   fault looks at the list *before* the count: it sees the count. If the fault sampled before, the range is among
 //!   those that ended since, and the fault retries. If it sampled after, the host answered from after the change.
 //!
+//! A range is one of guest addresses, of all address spaces, or one of host addresses: a page is touched by either.
+//!
 //! The list and the ring of ended ranges are written by invalidations only; faults read one word of each where nothing
 //! goes on.
 
-use slat::{Gpa, GpaRange, Machine, Pin};
+use slat::{GpaRange, Machine, Pin};
 
+use crate::HvaRange;
 use crate::lock::Lock;
 use crate::sabotage::{Skip, skips};
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, fence};
@@ -31,6 +34,50 @@ const REMEMBERED: u64 = if cfg!(loom) { 1 } else { 32 };
 /// run far ahead.
 const RING: usize = if cfg!(loom) { 4 } else { 64 };
 
+/// Addresses from `start` up to `end`, whole granules, with their kind in the lowest bits of `start`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Interval {
+    start: u64,
+    end: u64,
+}
+
+const GUEST: u64 = 1;
+const HOST: u64 = 2;
+const KIND: u64 = GUEST | HOST;
+
+impl Interval {
+    const EVERYTHING: Self = Self { start: KIND, end: u64::MAX };
+
+    /// Guest addresses, in whole granules.
+    pub(crate) fn guest(range: GpaRange) -> Self {
+        Self { start: range.start().0 & !KIND | GUEST, end: range.end().0 }
+    }
+
+    /// Host addresses, in whole granules.
+    pub(crate) fn host(range: HvaRange) -> Self {
+        Self { start: range.start().0 & !KIND | HOST, end: range.end().0 }
+    }
+
+    fn touches(self, page: &Touch) -> bool {
+        let start = self.start & !KIND;
+        let (guest, host) = (page.guest, page.host);
+        self.start & GUEST != 0 && start < guest.end().0 && guest.start().0 < self.end
+            || self.start & HOST != 0 && start < host.end().0 && host.start().0 < self.end
+    }
+
+    /// One interval round both, which are of one kind.
+    fn around(self, other: Self) -> Self {
+        Self { start: self.start.min(other.start), end: self.end.max(other.end) }
+    }
+}
+
+/// What a fault maps: a piece of guest addresses, and the host addresses behind it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Touch {
+    pub(crate) guest: GpaRange,
+    pub(crate) host: HvaRange,
+}
+
 /// A range that others may read while it is being written.
 #[derive(Debug)]
 struct Range {
@@ -43,14 +90,15 @@ impl Range {
         Self { start: AtomicU64::new(0), end: AtomicU64::new(0) }
     }
 
-    fn store(&self, (start, end): (u64, u64)) {
+    fn store(&self, interval: Interval) {
         // Release: whoever reads this in a place that is used again knows what was recorded before.
-        self.start.store(start, Ordering::Release);
-        self.end.store(end, Ordering::Release);
+        self.start.store(interval.start, Ordering::Release);
+        self.end.store(interval.end, Ordering::Release);
     }
 
-    fn load(&self) -> (u64, u64) {
-        (self.start.load(Ordering::Acquire), self.end.load(Ordering::Acquire))
+    fn load(&self) -> Interval {
+        let start = self.start.load(Ordering::Acquire);
+        Interval { start, end: self.end.load(Ordering::Acquire) }
     }
 }
 
@@ -104,39 +152,42 @@ impl Progress {
         Sample(self.ended.load(Ordering::Acquire))
     }
 
-    /// Whether no invalidation that overlaps `range` is in progress, or has ended since `sample`. The answer holds for
-    /// as long as `pin` does: what begins later waits for it.
+    /// Whether no invalidation that overlaps what `page` says is in progress, or has ended since `sample`; it is asked
+    /// for what only if there is any. The answer holds for as long as `pin` does: what begins later waits for it.
     #[inline]
     pub(crate) fn untouched<M: Machine>(
         &self,
         pin: &Pin<'_, M>,
         sample: Sample,
-        range: GpaRange,
+        page: impl FnOnce() -> Option<Touch>,
     ) -> bool {
         let _ = pin;
         // Acquire, and the list before the count: see the head of this file.
         let early = if skips(Skip::ListFirst) { Some(self.sample().0) } else { None };
         let listed = self.listed.load(Ordering::Acquire);
         let unlisted = self.unlisted.load(Ordering::Acquire);
-        if listed != 0 || unlisted != 0 {
-            let overlap = places(listed).any(|place| overlaps(self.list[place].load(), range));
-            if unlisted != 0 || overlap {
-                return false;
-            }
+        if unlisted != 0 {
+            return false;
         }
-        let ended = early.unwrap_or_else(|| self.sample().0);
-        ended == sample.0 || self.none_ended(sample, ended, range)
+        let ended = || early.unwrap_or_else(|| self.sample().0);
+        if listed == 0 && ended() == sample.0 {
+            return true;
+        }
+        page().is_some_and(|page| {
+            !places(listed).any(|place| self.list[place].load().touches(&page))
+                && self.none_ended(sample, ended(), &page)
+        })
     }
 
     #[cold]
-    fn none_ended(&self, sample: Sample, ended: u64, range: GpaRange) -> bool {
+    fn none_ended(&self, sample: Sample, ended: u64, page: &Touch) -> bool {
         let behind = ended.wrapping_sub(sample.0);
         if behind > REMEMBERED {
             return false;
         }
         let overlap = (0..behind).any(|n| {
             let place = sample.0.wrapping_add(n) as usize % RING;
-            overlaps(self.ring[place].load(), range)
+            self.ring[place].load().touches(page)
         });
         // The ranges are read before the count; whoever overwrites the first of them has counted up to RING, less the
         // ranges of one end that are recorded before they are counted.
@@ -146,21 +197,20 @@ impl Progress {
     }
 
     /// Lists ranges as in progress. A full fence and a grace period must follow before anything is unmapped.
-    pub(crate) fn begin(&self, ranges: impl Iterator<Item = GpaRange> + Clone) -> Begun {
+    /// All ranges are of one kind.
+    pub(crate) fn begin(&self, ranges: impl Iterator<Item = Interval> + Clone) -> Begun {
         let mut begun = Begun::default();
         let single = if ranges.clone().nth(AT_ONCE).is_some() { AT_ONCE - 1 } else { AT_ONCE };
-        let bounds = ranges.map(|range| (range.start().0, range.end().0));
-        for range in bounds.clone().take(single) {
+        for range in ranges.clone().take(single) {
             self.list_one(&mut begun, range);
         }
-        let around = |(start, end): (u64, u64), (first, last)| (start.min(first), end.max(last));
-        if let Some(rest) = bounds.skip(single).reduce(around) {
+        if let Some(rest) = ranges.skip(single).reduce(Interval::around) {
             self.list_one(&mut begun, rest);
         }
         begun
     }
 
-    fn list_one(&self, begun: &mut Begun, range: (u64, u64)) {
+    fn list_one(&self, begun: &mut Begun, range: Interval) {
         loop {
             let claimed = self.claimed.load(Ordering::Relaxed);
             let place = (!claimed).trailing_zeros() as usize;
@@ -202,7 +252,7 @@ impl Progress {
         };
         places(mine).for_each(|place| record(self.list[place].load()));
         if everything {
-            record((0, u64::MAX));
+            record(Interval::EVERYTHING);
         }
         // Release: the ranges are recorded before they count.
         self.ended.store(ended, Ordering::Release);
@@ -224,14 +274,12 @@ fn places(mut bits: u64) -> impl Iterator<Item = usize> {
     })
 }
 
-fn overlaps((start, end): (u64, u64), range: GpaRange) -> bool {
-    Gpa(start) < range.end() && range.start() < Gpa(end)
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use slat::Participant;
+    use slat::{Gpa, Participant};
     use slat_model::Model;
+
+    use crate::Hva;
 
     use super::*;
 
@@ -239,22 +287,32 @@ mod tests {
         GpaRange::new(Gpa(page << 12), 4096).unwrap()
     }
 
+    /// A page, and host memory that lies elsewhere.
+    fn touch(page: u64) -> Touch {
+        let host = HvaRange::new(Hva((page + 1000) << 12), 4096).unwrap();
+        Touch { guest: range(page), host }
+    }
+
+    fn interval(page: u64) -> Interval {
+        Interval::guest(range(page))
+    }
+
     /// Asks about page 5 at each stage of an invalidation, with a count that begins at `first`.
     fn stages(first: u64) {
         let model = Model::builder().build().unwrap();
         let who = Participant::register(&model).unwrap();
         let progress = Progress::new(first);
-        let asks = |sample, page| progress.untouched(&who.pin(), sample, range(page));
+        let asks = |sample, page| progress.untouched(&who.pin(), sample, || Some(touch(page)));
         let before = progress.sample();
         assert!(asks(before, 5));
-        let begun = progress.begin([range(5)].into_iter());
+        let begun = progress.begin([interval(5)].into_iter());
         let during = progress.sample();
         assert!(!asks(before, 5) && !asks(during, 5) && asks(before, 6) && asks(during, 4));
         progress.end(&model, begun);
         let after = progress.sample();
         assert!(!asks(before, 5) && !asks(during, 5) && asks(after, 5) && asks(before, 6));
         for n in 1..=40 {
-            let begun = progress.begin([range(100)].into_iter());
+            let begun = progress.begin([interval(100)].into_iter());
             progress.end(&model, begun);
             assert!(!asks(before, 5));
             // One has ended before these.
@@ -277,10 +335,24 @@ mod tests {
     }
 
     #[test]
+    fn a_range_of_host_addresses_touches_the_pages_behind_which_it_lies_and_no_guest_address() {
+        let model = Model::builder().build().unwrap();
+        let who = Participant::register(&model).unwrap();
+        let progress = Progress::new(0);
+        let sample = progress.sample();
+        let begun = progress.begin([Interval::host(touch(5).host)].into_iter());
+        let asks = |page| progress.untouched(&who.pin(), sample, || Some(touch(page)));
+        let answers = || (asks(5), asks(4), asks(6), asks(1005));
+        assert_eq!(answers(), (false, true, true, true));
+        progress.end(&model, begun);
+        assert_eq!(answers(), (false, true, true, true));
+    }
+
+    #[test]
     fn every_place_is_free_again_when_all_have_ended() {
         let model = Model::builder().build().unwrap();
         let progress = Progress::new(0);
-        let many: [GpaRange; 20] = core::array::from_fn(|page| range(page as u64));
+        let many: [Interval; 20] = core::array::from_fn(|page| interval(page as u64));
         let begun: [Begun; 12] = core::array::from_fn(|_| progress.begin(many.into_iter()));
         assert_eq!(progress.listed.load(Ordering::Relaxed), u64::MAX);
         assert_eq!(progress.unlisted.load(Ordering::Relaxed), 4);

@@ -9,6 +9,7 @@
 use slat::{Format, Gpa, GpaRange, Lookup, Machine};
 
 use crate::bitmap::{SECTION, Taken};
+use crate::split::SplitJob;
 use crate::{Host, Vm, Worker};
 
 /// Words without bits that a stretch goes over: looking at 64 entries costs much less than an invalidation.
@@ -29,6 +30,7 @@ pub(crate) enum Split {
 pub(crate) struct Protector<'a, 'm, F: Format, M: Machine, H: Host> {
     vm: &'a Vm<'m, F, M, H>,
     worker: &'a mut Worker<'m, M>,
+    space: u16,
     slot: GpaRange,
     split: Split,
     stretch: Option<(u64, u64)>,
@@ -38,10 +40,10 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
     pub(crate) fn new(
         vm: &'a Vm<'m, F, M, H>,
         worker: &'a mut Worker<'m, M>,
-        slot: GpaRange,
+        (space, slot): (u16, GpaRange),
         split: Split,
     ) -> Self {
-        Self { vm, worker, slot, split, stretch: None }
+        Self { vm, worker, space, slot, split, stretch: None }
     }
 
     /// The worker, between two words.
@@ -91,7 +93,7 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
         match self.split {
             Split::Nothing => {}
             Split::Chunks(chunk) => {
-                self.vm.split_in_chunks(self.worker, (start, end), chunk);
+                SplitJob::new(self.space, (start, end), chunk).run(self.vm, self.worker);
             }
             Split::Edges => {
                 let page = self.page_size();
@@ -99,13 +101,14 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
                 self.split_edge(end, end - page);
             }
         }
-        self.vm.protect(self.worker, range)
+        self.vm.protect(self.worker, self.space, range)
     }
 
     /// If `edge` lies inside of the block that `page` is part of, splits it.
     fn split_edge(&mut self, edge: u64, page: u64) {
-        let pin = self.worker.participant.pin();
-        let crosses = self.vm.trees().iter().any(|tree| match tree.look_up(&pin, Gpa(page)) {
+        let pin = self.worker.hands.participant.pin();
+        let trees = self.vm.trees(self.space);
+        let crosses = trees.iter().any(|tree| match tree.look_up(&pin, Gpa(page)) {
             Ok(Lookup::Mapped { level, .. }) => edge & (tree.geometry().size(level) - 1) != 0,
             Ok(_) => false,
             // Being changed: it may become a block.
@@ -113,7 +116,7 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
         });
         drop(pin);
         if crosses && let Some(page) = GpaRange::new(Gpa(page), self.page_size()) {
-            self.vm.split_part(self.worker, page);
+            self.vm.split_part(self.worker, self.space, page);
         }
     }
 
@@ -124,12 +127,12 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
         let pages = SECTION - skip - u64::from(bits.leading_zeros());
         // Without memory the block is protected as a whole: more faults, nothing lost.
         if let Some(range) = GpaRange::new(Gpa(first + skip * page), pages * page) {
-            self.vm.split_part(self.worker, range);
+            self.vm.split_part(self.worker, self.space, range);
         }
-        for tree in self.vm.trees() {
-            let Worker { participant, statistics, .. } = &mut *self.worker;
+        for tree in self.vm.trees(self.space) {
+            let Worker { hands, statistics } = &mut *self.worker;
             statistics.protected +=
-                tree.write_protect_mask(participant, Gpa(first), bits, |_| {})?;
+                tree.write_protect_mask(&hands.participant, Gpa(first), bits, |_| {})?;
         }
         Ok(())
     }
@@ -144,14 +147,15 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
 }
 
 impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
-    /// Write-protects a range in every tree.
+    /// Write-protects a range of an address space.
     pub(crate) fn protect(
         &self,
         worker: &mut Worker<'m, M>,
+        space: u16,
         range: GpaRange,
     ) -> Result<(), slat::Error> {
-        for tree in self.trees() {
-            let leaves = tree.write_protect(&worker.participant, range, |_| {})?;
+        for tree in self.trees(space) {
+            let leaves = tree.write_protect(&worker.hands.participant, range, |_| {})?;
             worker.statistics.protected += leaves;
         }
         Ok(())

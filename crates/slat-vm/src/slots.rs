@@ -16,7 +16,7 @@ use crate::heap::{OutOfMemory, boxed, with_room};
 use crate::lock::{Held, Lock};
 use crate::sabotage::{Skip, skips};
 use crate::slot::{SlotId, Version};
-use crate::sync::{AtomicPtr, Ordering};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 
 /// The slots of one VM.
 #[derive(Debug)]
@@ -24,21 +24,24 @@ pub(crate) struct Slots<'m, M> {
     machine: &'m M,
     current: AtomicPtr<Map>,
     changing: Lock,
+    /// The last number of a version or a log.
+    numbers: AtomicU64,
 }
 
 /// All slots at one moment.
 #[derive(Debug)]
 pub(crate) struct Map {
-    /// Different for every map of a VM.
-    generation: u64,
-    /// In order of their addresses, which do not overlap.
+    /// In order of address spaces, and of their addresses, which do not overlap in one space.
     places: Vec<Place>,
     /// In order of their numbers: where in `places`.
     ids: Vec<(SlotId, u32)>,
+    /// How many of them are pinned.
+    pinned: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Place {
+    space: u16,
     start: u64,
     end: u64,
     version: NonNull<Version>,
@@ -60,15 +63,21 @@ impl Place {
 }
 
 impl Map {
-    /// The slot that `gpa` lies in: log time, two comparisons where it is the slot that was `hit` last, which is a guess
-    /// that may be wrong and comes from any map.
+    fn empty() -> Self {
+        Self { places: Vec::new(), ids: Vec::new(), pinned: 0 }
+    }
+
+    /// The slot of address space `space` that `gpa` lies in: log time, a few comparisons where it is the slot that was
+    /// `hit` last, which is a guess that may be wrong and comes from any map.
     #[inline]
-    pub(crate) fn find(&self, gpa: Gpa, hit: &mut usize) -> Option<&Version> {
-        let inside = |place: &&Place| place.start <= gpa.0 && gpa.0 < place.end;
+    pub(crate) fn find(&self, space: u16, gpa: Gpa, hit: &mut usize) -> Option<&Version> {
+        let inside =
+            |place: &&Place| place.space == space && place.start <= gpa.0 && gpa.0 < place.end;
         if let Some(place) = self.places.get(*hit).filter(inside) {
             return Some(place.version());
         }
-        let after = self.places.partition_point(|place| place.start <= gpa.0);
+        let after =
+            self.places.partition_point(|place| (place.space, place.start) <= (space, gpa.0));
         let index = after.checked_sub(1)?;
         let place = self.places.get(index).filter(inside)?;
         *hit = index;
@@ -80,10 +89,25 @@ impl Map {
         self.places.get(self.index_of(id)?).map(Place::version)
     }
 
-    /// The first slot that shares an address with `range`: log time.
-    pub(crate) fn overlapping(&self, range: GpaRange) -> Option<&Version> {
-        let first = self.places.partition_point(|place| place.end <= range.start().0);
-        self.places.get(first).filter(|place| place.start < range.end().0).map(Place::version)
+    /// The first slot of an address space that shares an address with `range`: log time.
+    pub(crate) fn overlapping(&self, space: u16, range: GpaRange) -> Option<&Version> {
+        let before = |place: &Place| (place.space, place.end) <= (space, range.start().0);
+        let first = self.places.partition_point(before);
+        let overlaps = |place: &&Place| place.space == space && place.start < range.end().0;
+        self.places.get(first).filter(overlaps).map(Place::version)
+    }
+
+    /// The slots that end after an address of an address space, in order, those of later spaces included.
+    pub(crate) fn after(&self, space: u16, at: u64) -> impl Iterator<Item = &Version> {
+        let first = self.places.partition_point(|place| (place.space, place.end) <= (space, at));
+        self.places.iter().skip(first).map(Place::version)
+    }
+
+    /// The slots that are pinned.
+    pub(crate) fn pinned(&self) -> impl Iterator<Item = &Version> {
+        let none = self.pinned == 0;
+        let places = if none { &[] } else { self.places.as_slice() };
+        places.iter().map(Place::version).filter(|version| version.config.pinned)
     }
 
     /// The same slots without `remove` and with `add`, whose addresses and number are free then.
@@ -104,37 +128,33 @@ impl Map {
                 .map(|&(id, index)| (id, index - u32::from(index as usize > removed))),
         );
         if let Some(version) = add {
-            // SAFETY: `publish` has just made it and nobody else has it.
+            // SAFETY: `plan` has just made it and nobody else has it.
             let (range, id) = unsafe { (version.as_ref().range, version.as_ref().id) };
-            let (start, end) = (range.start().0, range.end().0);
-            let at = places.partition_point(|place: &Place| place.start < start);
-            places.insert(at, Place { start, end, version });
+            let (space, start, end) = (id.space, range.start().0, range.end().0);
+            let at =
+                places.partition_point(|place: &Place| (place.space, place.start) < (space, start));
+            places.insert(at, Place { space, start, end, version });
             for (_, index) in &mut ids {
                 *index += u32::from(*index as usize >= at);
             }
             let number = ids.partition_point(|&(other, _)| other < id);
             ids.insert(number, (id, at as u32));
         }
-        Ok(Self { generation: self.generation + 1, places, ids })
+        let pinned = places.iter().filter(|place| place.version().config.pinned).count();
+        Ok(Self { places, ids, pinned })
     }
 
     fn index_of(&self, id: SlotId) -> Option<usize> {
         let at = self.ids.binary_search_by_key(&id, |&(id, _)| id).ok()?;
         self.ids.get(at).map(|&(_, index)| index as usize)
     }
-
-    /// The number for what the next map adds: different for every map of a VM.
-    pub(crate) fn next_number(&self) -> u64 {
-        self.generation + 1
-    }
 }
 
 impl<'m, M: Machine> Slots<'m, M> {
     /// No slots.
     pub(crate) fn new(machine: &'m M) -> Result<Self, OutOfMemory> {
-        let map = boxed(Map { generation: 0, places: Vec::new(), ids: Vec::new() })?;
-        let current = AtomicPtr::new(Box::into_raw(map));
-        Ok(Self { machine, current, changing: Lock::new() })
+        let current = AtomicPtr::new(Box::into_raw(boxed(Map::empty())?));
+        Ok(Self { machine, current, changing: Lock::new(), numbers: AtomicU64::new(0) })
     }
 
     /// The current map, for as long as the pin is held.
@@ -155,14 +175,15 @@ impl<'m, M: Machine> Slots<'m, M> {
     ///
     /// # Errors
     /// [`OtherMachine`] if the participant belongs to one.
-    pub(crate) fn lock<'c, 'p>(
-        &'c self,
+    pub(crate) fn lock<'s, 'c, 'p>(
+        &'s self,
         who: &'c mut Participant<'p, M>,
-    ) -> Result<Change<'c, 'p, 'm, M>, OtherMachine> {
+    ) -> Result<Change<'s, 'c, 'p, 'm, M>, OtherMachine> {
         if !core::ptr::eq(self.machine, who.machine()) {
             return Err(OtherMachine);
         }
-        Ok(Change { slots: self, who, held: self.changing.lock(self.machine) })
+        let held = Kept { slots: self, held: self.changing.lock(self.machine) };
+        Ok(held.resume(who))
     }
 }
 
@@ -180,17 +201,117 @@ impl<M> Drop for Slots<'_, M> {
 
 /// The right to change slots, for a participant of their machine.
 #[derive(Debug)]
-pub(crate) struct Change<'c, 'p, 'm, M: Machine> {
-    slots: &'c Slots<'m, M>,
+pub(crate) struct Change<'s, 'c, 'p, 'm, M: Machine> {
+    slots: &'s Slots<'m, M>,
     who: &'c mut Participant<'p, M>,
-    #[expect(dead_code, reason = "held until it is dropped")]
-    held: Held<'c>,
+    held: Held<'s>,
 }
 
-impl<'p, M: Machine> Change<'_, 'p, '_, M> {
+/// The same while the participant does something else.
+#[derive(Debug)]
+pub(crate) struct Kept<'s, 'm, M: Machine> {
+    slots: &'s Slots<'m, M>,
+    held: Held<'s>,
+}
+
+impl<'s, 'm, M: Machine> Kept<'s, 'm, M> {
+    /// The right to change slots again, for a participant of their machine.
+    pub(crate) fn resume<'c, 'p>(
+        self,
+        who: &'c mut Participant<'p, M>,
+    ) -> Change<'s, 'c, 'p, 'm, M> {
+        Change { slots: self.slots, who, held: self.held }
+    }
+}
+
+/// Slots that can be published without allocating anything. Dropped, they never were.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    map: Option<Box<Map>>,
+    added: Option<NonNull<Version>>,
+    removed: Option<NonNull<Version>>,
+}
+
+/// The slots that were published before, which nobody reads any more, and the way back to them. Dropped, they are gone.
+#[derive(Debug)]
+pub(crate) struct Replaced {
+    map: Option<NonNull<Map>>,
+    added: Option<NonNull<Version>>,
+    removed: Option<NonNull<Version>>,
+}
+
+/// Frees a version that no map has that anybody reads.
+fn free(version: Option<NonNull<Version>>) {
+    if let Some(version) = version {
+        // SAFETY: callers own it: it never was in a published map, or a grace period is over since; it came from a box.
+        unsafe { drop(Box::from_raw(version.as_ptr())) }
+    }
+}
+
+impl Plan {
+    /// The slots as they will be.
+    pub(crate) fn map(&self) -> Option<&Map> {
+        self.map.as_deref()
+    }
+
+    /// What comes after this plan: its slots without `remove` and with `add`.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn then(
+        &self,
+        remove: Option<SlotId>,
+        add: Option<Version>,
+    ) -> Result<Self, OutOfMemory> {
+        self.map.as_deref().map_or(Err(OutOfMemory), |map| plan(map, remove, add))
+    }
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        if self.map.is_some() {
+            free(self.added);
+        }
+    }
+}
+
+impl Drop for Replaced {
+    fn drop(&mut self) {
+        if let Some(map) = self.map {
+            // SAFETY: the grace period of the slots' own machine was over when this was made, so nobody reads the old
+            // map or the version that only it had; both came from boxes.
+            unsafe { drop(Box::from_raw(map.as_ptr())) }
+            free(self.removed);
+        }
+    }
+}
+
+fn plan(map: &Map, remove: Option<SlotId>, add: Option<Version>) -> Result<Plan, OutOfMemory> {
+    let added = match add {
+        Some(version) => Some(NonNull::from(Box::leak(boxed(version)?))),
+        None => None,
+    };
+    // The pointer itself, not one made from a reference: it is what may be freed.
+    let removed = remove.and_then(|id| map.index_of(id));
+    let removed = removed.and_then(|index| map.places.get(index)).map(|place| place.version);
+    match map.changed(remove, added).and_then(boxed) {
+        Ok(map) => Ok(Plan { map: Some(map), added, removed }),
+        Err(refused) => {
+            free(added);
+            Err(refused)
+        }
+    }
+}
+
+impl<'s, 'p, 'm, M: Machine> Change<'s, '_, 'p, 'm, M> {
+    /// Lets the participant go, and nobody else in.
+    pub(crate) fn keep(self) -> Kept<'s, 'm, M> {
+        Kept { slots: self.slots, held: self.held }
+    }
+
     /// The current map.
     pub(crate) fn map(&self) -> &Map {
-        // SAFETY: only the holder of the lock replaces the map, in `publish`, which takes `self` mutably.
+        // SAFETY: only the holder of the lock replaces the map, in `commit`, which takes `self` mutably.
         unsafe { &*self.slots.current.load(Ordering::Acquire) }
     }
 
@@ -199,8 +320,55 @@ impl<'p, M: Machine> Change<'_, 'p, '_, M> {
         self.who
     }
 
-    /// Publishes the slots without `remove` and with `add`, and waits for a grace period: when it returns, whoever
-    /// pins sees the new slots, and nobody is left who saw the old (rule 10).
+    /// A number for a version or a log: different for every one of a VM.
+    pub(crate) fn next_number(&self) -> u64 {
+        // Only the holder of the lock counts.
+        self.slots.numbers.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Makes ready to publish the slots without `remove` and with `add`.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`].
+    pub(crate) fn plan(
+        &self,
+        remove: Option<SlotId>,
+        add: Option<Version>,
+    ) -> Result<Plan, OutOfMemory> {
+        plan(self.map(), remove, add)
+    }
+
+    /// Publishes what was planned, and waits for a grace period: when it returns, whoever pins sees the new slots, and
+    /// nobody is left who saw the old (rule 10). The plan must come from the current slots.
+    pub(crate) fn commit(&mut self, mut plan: Plan) -> Replaced {
+        let Some(map) = plan.map.take() else {
+            return Replaced { map: None, added: None, removed: None };
+        };
+        let map = self.exchange(Box::into_raw(map));
+        Replaced { map, added: plan.added, removed: plan.removed }
+    }
+
+    /// Goes back to the slots that were published before the last commit.
+    pub(crate) fn restore(&mut self, mut replaced: Replaced) {
+        if let Some(map) = replaced.map.take() {
+            let map = self.exchange(map.as_ptr());
+            drop(Replaced { map, added: None, removed: replaced.added });
+        }
+    }
+
+    /// The old map, when nobody reads it any more.
+    fn exchange(&mut self, map: *mut Map) -> Option<NonNull<Map>> {
+        // Release: the map is complete before it is seen.
+        let old = self.slots.current.swap(map, Ordering::AcqRel);
+        if skips(Skip::SlotGrace) {
+            // What is still read is not freed either, so that the execution can go on.
+            return None;
+        }
+        self.who.synchronize();
+        NonNull::new(old)
+    }
+
+    /// Plans, commits, and lets the old slots go.
     ///
     /// # Errors
     /// [`OutOfMemory`]; nothing was changed then.
@@ -209,39 +377,8 @@ impl<'p, M: Machine> Change<'_, 'p, '_, M> {
         remove: Option<SlotId>,
         add: Option<Version>,
     ) -> Result<(), OutOfMemory> {
-        let added = match add {
-            Some(version) => Some(NonNull::from(Box::leak(boxed(version)?))),
-            None => None,
-        };
-        // The pointer itself, not one made from a reference: it is what may be freed.
-        let removed = remove.and_then(|id| self.map().index_of(id));
-        let removed = removed.and_then(|index| self.map().places.get(index)).map(|p| p.version);
-        match self.map().changed(remove, added).and_then(boxed) {
-            Ok(map) => {
-                // Release: the map is complete before it is seen.
-                let old = self.slots.current.swap(Box::into_raw(map), Ordering::AcqRel);
-                if skips(Skip::SlotGrace) {
-                    // What is still read is not freed either, so that the execution can go on.
-                    return Ok(());
-                }
-                self.who.synchronize();
-                // SAFETY: the grace period of the slots' own machine is over, so nobody reads the old map or the
-                // version that only it had; both came from boxes.
-                unsafe {
-                    drop(Box::from_raw(old));
-                    if let Some(version) = removed {
-                        drop(Box::from_raw(version.as_ptr()));
-                    }
-                }
-                Ok(())
-            }
-            Err(refused) => {
-                if let Some(version) = added {
-                    // SAFETY: it was made above and no map has it.
-                    unsafe { drop(Box::from_raw(version.as_ptr())) }
-                }
-                Err(refused)
-            }
-        }
+        let plan = self.plan(remove, add)?;
+        drop(self.commit(plan));
+        Ok(())
     }
 }

@@ -1,26 +1,32 @@
 //! A vCPU's side of guest memory: its participant, its tables in hand, and what it has done.
 
 use slat::gate::Gate;
-use slat::{Machine, NoSlot, Participant, Reserve};
+use slat::{Format, Gpa, Machine, Participant};
+
+use crate::fault::Purpose;
+use crate::hands::Hands;
+use crate::log::Mark;
+use crate::ring::{DirtyRing, Ring};
+use crate::shared::Shared;
+use crate::{Exit, Fault, FaultError, Host, LogError, VcpuError, Vm};
 
 /// One vCPU. Everything in it is its own: two vCPUs that fault write nothing in common but the entries themselves.
 #[derive(Debug)]
 pub struct Vcpu<'m, M: Machine> {
-    pub(crate) participant: Participant<'m, M>,
-    pub(crate) reserve: Reserve<'m, M>,
-    /// Where the slot of the last fault was found.
-    pub(crate) hit: usize,
-    pub(crate) statistics: VcpuStatistics,
+    pub(crate) hands: Hands<'m, M>,
 }
 
 /// What a vCPU has done since it was made. The engine's own counters are in [`Vcpu::participant`]`().counters`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct VcpuStatistics {
-    /// Faults taken: the sum of the seven that follow.
+    /// Faults taken: the sum of `fixed`, `spurious`, `retried`, `mmio`, `converted`, `ring_full`, `young`, `aborted` and
+    /// `failed`.
     pub faults: u64,
     /// Faults that installed something or added a permission.
     pub fixed: u64,
+    /// Those of the fixed ones for which the host was not asked.
+    pub fast: u64,
     /// Faults that found everything there: another vCPU was faster, or this one's TLB was behind.
     pub spurious: u64,
     /// Faults that sent the guest back to try again: an entry was being changed, the slot changed, or the host took
@@ -28,6 +34,10 @@ pub struct VcpuStatistics {
     pub retried: u64,
     /// Faults outside every slot, and writes to read-only slots.
     pub mmio: u64,
+    /// Faults on shared memory that was accessed as private, or the other way round.
+    pub converted: u64,
+    /// Faults for whose page there was no place in the dirty ring.
+    pub ring_full: u64,
     /// Faults that only set the access flag.
     pub young: u64,
     /// Faults that the guest is to be told of.
@@ -36,32 +46,105 @@ pub struct VcpuStatistics {
     pub failed: u64,
     /// Faults that put a block in the place of smaller leaves.
     pub collapsed: u64,
+    /// Pages that were mapped round the one of a fault, or ahead of any fault.
+    pub ahead: u64,
     /// Pages that were clean in the log and that a fault has marked.
     pub marked: u64,
 }
 
 impl<'m, M: Machine> Vcpu<'m, M> {
-    pub(crate) fn new(machine: &'m M) -> Result<Self, NoSlot> {
-        Ok(Self {
-            participant: Participant::register(machine)?,
-            reserve: Reserve::new(machine),
-            hit: 0,
-            statistics: VcpuStatistics::default(),
-        })
+    pub(crate) fn new(machine: &'m M, ring: Option<u32>) -> Result<Self, VcpuError> {
+        let ring = match ring {
+            Some(entries) => Some(Shared::new(Ring::new(entries)?)?),
+            None => None,
+        };
+        Ok(Self { hands: Hands { ring, ..Hands::new(machine)? } })
+    }
+
+    /// Handles a fault of this vCPU. May block in [`Host::page`] and in [`Machine::allocate`]; otherwise waits for
+    /// nobody, unless so many tables wait to be freed that it has to help, with a grace period.
+    ///
+    /// Costs, besides those two, two pins, a search among the slots (none if it is the slot of the fault before), one
+    /// descent and one exchange. A write to a page that is mapped, and whose writing only a log forbids, costs one pin
+    /// and does not ask the host.
+    ///
+    /// # Errors
+    /// [`FaultError`]: the guest cannot go on; nothing has changed.
+    pub fn fault<F: Format, H: Host>(
+        &mut self,
+        vm: &Vm<'m, F, M, H>,
+        fault: Fault,
+    ) -> Result<Exit, FaultError> {
+        self.hands.fault(vm, &fault, Purpose::default())
+    }
+
+    /// As [`fault`](Self::fault), where hardware tells accesses to private memory from those to shared memory. If the
+    /// page is not what the access says, the exit is [`Exit::Convert`].
+    ///
+    /// # Errors
+    /// [`FaultError`]: the guest cannot go on; nothing has changed.
+    pub fn fault_in<F: Format, H: Host>(
+        &mut self,
+        vm: &Vm<'m, F, M, H>,
+        fault: Fault,
+        private: bool,
+    ) -> Result<Exit, FaultError> {
+        let purpose = Purpose { private: Some(private), ahead: false };
+        self.hands.fault(vm, &fault, purpose)
+    }
+
+    /// From now on its faults are in this address space of the VM: it must run on [that tree](Vm::tree_of).
+    pub fn switch_space(&mut self, space: u16) {
+        self.hands.space = space;
+    }
+
+    /// Its dirty ring, for the thread that collects it.
+    pub fn dirty_ring(&self) -> Option<DirtyRing> {
+        self.hands.ring.clone().map(DirtyRing)
+    }
+
+    /// Whether the guest must not be entered before the dirty ring is [reset](Vm::reset_dirty_ring): ask before each
+    /// entry. [`fault`](Self::fault) says so too, with [`Exit::DirtyRingFull`].
+    pub fn is_ring_full(&self) -> bool {
+        self.hands.ring_is_full()
+    }
+
+    /// Says that this vCPU has written to the page at `gpa` without the guest's own translation, such as when an
+    /// instruction was emulated. Call it after the write.
+    ///
+    /// # Errors
+    /// [`LogError::NotLogged`] where there is no slot with a log; [`LogError::Ring`] if the dirty ring has no place: run
+    /// nothing before it is reset, and call again. [`LogError::OtherMachine`].
+    pub fn mark_dirty<F: Format, H: Host>(
+        &mut self,
+        vm: &Vm<'m, F, M, H>,
+        gpa: Gpa,
+    ) -> Result<(), LogError> {
+        let Hands { participant, space, hit, ring, .. } = &mut self.hands;
+        let pin = participant.pin();
+        let version = vm.slots.read(&pin)?.find(*space, gpa, hit);
+        let logged = version.and_then(|version| Some((version, version.writes()?)));
+        let (version, log) = logged.ok_or(LogError::NotLogged { gpa })?;
+        let mark = Mark::new(log, version, gpa, F::PAGE_SHIFT, ring);
+        if !mark.has_room() {
+            return Err(LogError::Ring);
+        }
+        mark.emulated();
+        Ok(())
     }
 
     /// Its participant, for the engine's own operations and their counters.
     pub fn participant(&self) -> &Participant<'m, M> {
-        &self.participant
+        &self.hands.participant
     }
 
     /// The gate through which it enters the guest.
     pub fn gate(&self) -> &'m Gate {
-        self.participant.gate()
+        self.hands.participant.gate()
     }
 
     /// What it has done.
     pub fn statistics(&self) -> &VcpuStatistics {
-        &self.statistics
+        &self.hands.statistics
     }
 }

@@ -4,18 +4,21 @@ use core::fmt;
 
 use alloc::vec::Vec;
 
-use slat::{
-    Attributes, Execute, Format, FormatError, Level, Machine, NoMemory, NoSlot, Template, Tree,
-};
+use slat::{Format, FormatError, Level, Machine, NoMemory, NoSlot, Template, Tree};
 
 use crate::heap::{OutOfMemory, with_room};
 use crate::progress::Progress;
 use crate::slots::Slots;
-use crate::{Access, Host, Vcpu, Worker};
+use crate::template::{LeafKind, Templates};
+use crate::transit::Transit;
+use crate::{Host, Vcpu, Worker};
 
 /// What an embedder chooses for a VM.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct VmOptions {
+    /// How many address spaces the guest has, each with its own slots and its own tree: 1 to 64. A second one is what
+    /// x86 needs for system management mode. The trees take as many identifiers, from the VM's own on.
+    pub address_spaces: u16,
     /// Split blocks ahead of the faults that a dirty log causes, this many bytes at a time; a block size of the format.
     /// `None`: each block is split by the first write to it. The tables for one chunk are allocated at once.
     pub eager_split: Option<u64>,
@@ -26,7 +29,33 @@ pub struct VmOptions {
     /// The guest cannot bypass the data caches (Arm: FEAT_S2FWB; x86 always). Otherwise [`Machine::clean_data`] is
     /// called for memory that is newly mapped.
     pub coherent_data: bool,
+    /// After a fault for a page, the pages round it in an aligned window of so many are mapped too, as far as the host
+    /// [has them present](Host::present): a power of two, at most the entries of a table; 1 for none. Their access flag
+    /// stays clear where hardware sets it. Not after writes under a log that protects pages.
+    pub fault_around: u32,
+    /// Each vCPU has a dirty ring of so many entries, for logs of [`LogMode::Ring`](crate::LogMode): a power of two, 256
+    /// to 65536.
+    pub dirty_ring: Option<u32>,
 }
+
+impl Default for VmOptions {
+    /// One address space, nothing ahead of faults, no rings, caches that are not coherent.
+    fn default() -> Self {
+        Self {
+            address_spaces: 1,
+            eager_split: None,
+            coherent_instructions: false,
+            coherent_data: false,
+            fault_around: 1,
+            dirty_ring: None,
+        }
+    }
+}
+
+/// The most address spaces of one VM.
+const MAX_SPACES: u16 = 64;
+/// Sizes of a dirty ring.
+const RINGS: core::ops::RangeInclusive<u32> = 256..=65536;
 
 /// Why a VM cannot be made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -47,6 +76,17 @@ pub enum VmError {
         /// The largest block, in bytes.
         largest: u64,
     },
+    /// Not 1 to 64 address spaces, or not as many identifiers from the VM's own on.
+    AddressSpaces(u16),
+    /// The window of fault-around is not a power of two, or larger than a table.
+    FaultAround {
+        /// What was asked for, in pages.
+        pages: u32,
+        /// The largest window, in pages.
+        largest: u32,
+    },
+    /// The entries of a dirty ring are not a power of two, or not 256 to 65536.
+    DirtyRing(u32),
 }
 
 impl fmt::Display for VmError {
@@ -59,6 +99,20 @@ impl fmt::Display for VmError {
                 f,
                 "eager split in chunks of {chunk:#x} bytes: a chunk must be a block size of the format, {smallest:#x} \
                  to {largest:#x}"
+            ),
+            Self::AddressSpaces(spaces) => write!(
+                f,
+                "{spaces} address spaces: there must be 1 to {MAX_SPACES}, and as many identifiers from the first on"
+            ),
+            Self::FaultAround { pages, largest } => write!(
+                f,
+                "fault-around of {pages} pages: a window must be a power of two, 1 to {largest}"
+            ),
+            Self::DirtyRing(entries) => write!(
+                f,
+                "a dirty ring of {entries} entries: there must be a power of two, {} to {}",
+                RINGS.start(),
+                RINGS.end()
             ),
         }
     }
@@ -96,29 +150,57 @@ impl fmt::Display for OtherMachine {
 
 impl core::error::Error for OtherMachine {}
 
+/// Why there is no vCPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum VcpuError {
+    /// Every participant slot of the machine is taken.
+    NoSlot(NoSlot),
+    /// The allocator has no memory for the dirty ring.
+    OutOfMemory,
+}
+
+impl fmt::Display for VcpuError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoSlot(no) => no.fmt(f),
+            Self::OutOfMemory => OutOfMemory.fmt(f),
+        }
+    }
+}
+
+impl core::error::Error for VcpuError {}
+
+impl From<NoSlot> for VcpuError {
+    fn from(no: NoSlot) -> Self {
+        Self::NoSlot(no)
+    }
+}
+
+impl From<OutOfMemory> for VcpuError {
+    fn from(_: OutOfMemory) -> Self {
+        Self::OutOfMemory
+    }
+}
+
 /// The memory of one guest. Shared by reference between its vCPUs and its workers, who never wait for each other.
 #[derive(Debug)]
 pub struct Vm<'m, F: Format, M: Machine, H: Host> {
     machine: &'m M,
     pub(crate) host: H,
+    /// One for each address space.
     trees: Vec<Tree<'m, F, M>>,
     pub(crate) slots: Slots<'m, M>,
     pub(crate) progress: Progress,
+    /// Dirty state that was taken out of trees and is not in its log yet.
+    pub(crate) transit: Transit,
     pub(crate) options: VmOptions,
     templates: Templates,
 }
 
-/// What leaves can permit, in the bits of the format.
-#[derive(Debug)]
-struct Templates {
-    /// By whether writing, and whether executing is permitted.
-    normal: [[Template; 2]; 2],
-    /// By whether writing is permitted.
-    device: [Template; 2],
-}
-
 impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
-    /// A guest without memory. `identifier` is the VMID or ASID under which hardware caches its translations.
+    /// A guest without memory. `identifier` is the VMID or ASID under which hardware caches its translations; each
+    /// further address space takes the next.
     ///
     /// # Errors
     /// [`VmError`]; nothing is kept then.
@@ -129,36 +211,38 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         identifier: u16,
         options: VmOptions,
     ) -> Result<Self, VmError> {
-        if let Some(chunk) = options.eager_split {
-            check_chunk(&format, chunk)?;
+        check(&format, &options)?;
+        let spaces = options.address_spaces;
+        let mut trees = with_room::<Tree<'m, F, M>>(spaces.into())?;
+        for space in 0..spaces {
+            let identifier = identifier.checked_add(space);
+            let identifier = identifier.ok_or(VmError::AddressSpaces(spaces))?;
+            trees.push(Tree::new(machine, format, identifier)?);
         }
-        let mut trees = with_room::<Tree<'m, F, M>>(1)?;
-        trees.push(Tree::new(machine, format, identifier)?);
-        let template = |attributes| trees[0].template(attributes);
-        let templates = Templates {
-            normal: [
-                [
-                    template(Attributes::RO)?,
-                    template(Attributes { execute: Execute::Yes, ..Attributes::RO })?,
-                ],
-                [template(Attributes::RW)?, template(Attributes::RWX)?],
-            ],
-            device: [
-                template(Attributes { write: false, ..Attributes::DEVICE })?,
-                template(Attributes::DEVICE)?,
-            ],
-        };
+        let templates = Templates::new(&trees[0])?;
         let slots = Slots::new(machine)?;
-        Ok(Self { machine, host, trees, slots, progress: Progress::new(0), options, templates })
+        let (progress, transit) = (Progress::new(0), Transit::new());
+        Ok(Self { machine, host, trees, slots, progress, transit, options, templates })
     }
 
-    /// The tree that vCPUs run on: its root register, its geometry, and the engine's own operations.
+    /// The tree of address space 0: its root register, its geometry, and the engine's own operations.
     pub fn tree(&self) -> &Tree<'m, F, M> {
         &self.trees[0]
     }
 
-    /// All trees that an operation on guest memory acts on.
-    pub(crate) fn trees(&self) -> &[Tree<'m, F, M>] {
+    /// The tree of an address space, from 0; `None` if the VM has not so many.
+    pub fn tree_of(&self, space: u16) -> Option<&Tree<'m, F, M>> {
+        self.trees.get(usize::from(space))
+    }
+
+    /// The trees that an operation on one address space acts on.
+    pub(crate) fn trees(&self, space: u16) -> &[Tree<'m, F, M>] {
+        let space = usize::from(space);
+        self.trees.get(space..=space).unwrap_or_default()
+    }
+
+    /// The trees that an operation on guest memory acts on, whichever address space it is in.
+    pub(crate) fn all_trees(&self) -> &[Tree<'m, F, M>] {
         &self.trees
     }
 
@@ -185,12 +269,12 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         Worker::new(self.machine)
     }
 
-    /// A participant for a vCPU.
+    /// A participant for a vCPU, in address space 0, with a dirty ring if the VM has them.
     ///
     /// # Errors
-    /// [`NoSlot`] if every participant slot of the machine is taken.
-    pub fn vcpu(&self) -> Result<Vcpu<'m, M>, NoSlot> {
-        Vcpu::new(self.machine)
+    /// [`VcpuError::NoSlot`] if every participant slot of the machine is taken; [`VcpuError::OutOfMemory`].
+    pub fn vcpu(&self) -> Result<Vcpu<'m, M>, VcpuError> {
+        Vcpu::new(self.machine, self.options.dirty_ring)
     }
 
     /// Whether grace periods of this VM's machine wait for this participant's pins.
@@ -198,15 +282,28 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         if core::ptr::eq(self.machine, machine) { Ok(()) } else { Err(OtherMachine) }
     }
 
-    /// The bits for a leaf that permits reading, writing if `write`, and executing if the access asks for it or costs
-    /// nothing.
-    pub(crate) fn template(&self, device: bool, write: bool, access: Access) -> Template {
-        let execute = access == Access::Execute || self.options.coherent_instructions;
-        if device {
-            self.templates.device[usize::from(write)]
-        } else {
-            self.templates.normal[usize::from(write)][usize::from(execute)]
+    /// The bits for a leaf of this kind.
+    pub(crate) fn template(&self, leaf: LeafKind) -> Template {
+        self.templates.of(leaf)
+    }
+}
+
+fn check<F: Format>(format: &F, options: &VmOptions) -> Result<(), VmError> {
+    if let Some(chunk) = options.eager_split {
+        check_chunk(format, chunk)?;
+    }
+    if !(1..=MAX_SPACES).contains(&options.address_spaces) {
+        return Err(VmError::AddressSpaces(options.address_spaces));
+    }
+    let (pages, largest) = (options.fault_around, format.geometry().entries() as u32);
+    if !pages.is_power_of_two() || pages > largest {
+        return Err(VmError::FaultAround { pages, largest });
+    }
+    match options.dirty_ring {
+        Some(entries) if !entries.is_power_of_two() || !RINGS.contains(&entries) => {
+            Err(VmError::DirtyRing(entries))
         }
+        _ => Ok(()),
     }
 }
 

@@ -2,12 +2,13 @@
 
 use slat::{Machine, NoSlot, Participant, Reserve};
 
+use crate::hands::Hands;
+
 /// A participant with tables in hand, for everything that no vCPU does. One for each thread that does such work at the
 /// same time; it can move to another thread between calls.
 #[derive(Debug)]
 pub struct Worker<'m, M: Machine> {
-    pub(crate) participant: Participant<'m, M>,
-    pub(crate) reserve: Reserve<'m, M>,
+    pub(crate) hands: Hands<'m, M>,
     pub(crate) statistics: WorkerStatistics,
 }
 
@@ -22,25 +23,25 @@ pub struct WorkerStatistics {
     pub eager_splits_ended: u64,
     /// Leaves that were write-protected.
     pub protected: u64,
-    /// Dirty pages that were taken out of logs.
+    /// Dirty pages that were taken out of logs, and entries of dirty rings that were reset.
     pub collected: u64,
+    /// Tables that became blocks on request.
+    pub collapsed: u64,
 }
 
 impl<'m, M: Machine> Worker<'m, M> {
     pub(crate) fn new(machine: &'m M) -> Result<Self, NoSlot> {
-        let participant = Participant::register(machine)?;
-        let reserve = Reserve::new(machine);
-        Ok(Self { participant, reserve, statistics: WorkerStatistics::default() })
+        Ok(Self { hands: Hands::new(machine)?, statistics: WorkerStatistics::default() })
     }
 
     /// Its participant, for the engine's own operations and their counters.
     pub fn participant(&self) -> &Participant<'m, M> {
-        &self.participant
+        &self.hands.participant
     }
 
     /// Participant and reserve, as the engine's operations want them.
     pub fn parts(&mut self) -> (&mut Participant<'m, M>, &mut Reserve<'m, M>) {
-        (&mut self.participant, &mut self.reserve)
+        (&mut self.hands.participant, &mut self.hands.reserve)
     }
 
     /// What it has done.

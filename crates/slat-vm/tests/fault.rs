@@ -140,7 +140,7 @@ fn a_read_only_slot_is_read_through_its_mapping_and_written_to_through_exits() {
     let exit = Exit::Mmio(Mmio {
         gpa: Gpa(gpa),
         access: Access::Write,
-        slot: Some(ReadOnly { id: 9, hva: Hva(2 * PAGE + 16) }),
+        slot: Some(ReadOnly { id: 9.into(), hva: Hva(2 * PAGE + 16) }),
     });
     // Both before anything is mapped and after.
     let fault = guest.cpu.write(Gpa(gpa), 1).unwrap_err();

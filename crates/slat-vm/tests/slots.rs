@@ -15,7 +15,7 @@ fn a_slot_that_cannot_be_is_refused_with_the_reason() {
     let good = SlotConfig::new(Gpa(BLOCK), BLOCK, Hva(0));
     vm.create_slot(&mut worker, 1, good).unwrap();
     let misaligned = Err(SlotError::Misaligned { to: PAGE });
-    let overlaps = Err(SlotError::Overlaps { other: 1 });
+    let overlaps = Err(SlotError::Overlaps { other: 1.into() });
     let limit = Gpa(1 << 40);
     let free = SlotConfig::new(Gpa(4 * BLOCK), BLOCK, Hva(0));
     for (config, expected) in [
@@ -166,9 +166,9 @@ fn each_of_very_many_slots_is_found() {
     }
     for id in 0..slots {
         let there = id % 3 != 1;
-        let inside = vm.slot_at(&worker, Gpa(gpa(id).0 + 8));
-        assert_eq!(inside.map(|slot| slot.id), there.then_some(id));
-        assert_eq!(vm.slot_at(&worker, Gpa(gpa(id).0 + PAGE)), None);
+        let inside = vm.slot_at(&worker, 0, Gpa(gpa(id).0 + 8));
+        assert_eq!(inside.map(|slot| slot.id.number), there.then_some(id));
+        assert_eq!(vm.slot_at(&worker, 0, Gpa(gpa(id).0 + PAGE)), None);
         assert_eq!(vm.slot(&worker, id).map(|slot| slot.range.start()), there.then_some(gpa(id)));
     }
     finish(vm, vec![worker]);

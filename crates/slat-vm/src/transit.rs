@@ -1,0 +1,66 @@
+//! Dirty state on its way from a tree to a log: taken out of entries by an unmap, and not yet in the bitmap.
+//!
+//! Where hardware keeps dirty state, an unmap for the host takes it along, and only the unmap knows of the write until
+//! it has marked the page. A collection must not return in between (rule 8). So an unmap counts itself in before its
+//! first exchange and out after it has marked; a collection that has seen the entries empty waits for those that were
+//! in. There are two counts, of which new unmaps use one: a collection makes them use the other and waits until the
+//! first is down, so that it never waits for those that came later.
+
+use slat::Machine;
+
+use crate::lock::Lock;
+use crate::sync::{AtomicUsize, Ordering};
+
+#[derive(Debug)]
+pub(crate) struct Transit {
+    current: AtomicUsize,
+    counts: [AtomicUsize; 2],
+    waiting: Lock,
+}
+
+/// An unmap that has not yet marked what it took.
+#[derive(Debug)]
+pub(crate) struct Moving<'t>(&'t AtomicUsize);
+
+impl Transit {
+    pub(crate) fn new() -> Self {
+        let zero = || AtomicUsize::new(0);
+        Self { current: zero(), counts: [zero(), zero()], waiting: Lock::new() }
+    }
+
+    /// Before the first exchange of an unmap that takes dirty state out of entries.
+    pub(crate) fn enter(&self) -> Moving<'_> {
+        loop {
+            let index = self.current.load(Ordering::Acquire) & 1;
+            let count = &self.counts[index];
+            // Sequentially consistent, here and in `wait`: either this sees the switch and counts in again at the other
+            // one, or `wait` sees it counted.
+            count.fetch_add(1, Ordering::SeqCst);
+            if self.current.load(Ordering::SeqCst) & 1 == index {
+                return Moving(count);
+            }
+            count.fetch_sub(1, Ordering::Release);
+        }
+    }
+
+    /// Waits for every unmap that was counted in before: their marks are in the logs then.
+    pub(crate) fn wait<M: Machine>(&self, machine: &M) {
+        let idle = |count: &AtomicUsize| count.load(Ordering::SeqCst) == 0;
+        if self.counts.iter().all(idle) {
+            return;
+        }
+        let held = self.waiting.lock(machine);
+        let index = self.current.fetch_add(1, Ordering::SeqCst) & 1;
+        while !idle(&self.counts[index]) {
+            machine.relax();
+        }
+        drop(held);
+    }
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        // Release: the marks come before.
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+}
