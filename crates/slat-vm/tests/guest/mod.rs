@@ -206,6 +206,11 @@ impl Host for TestHost {
         }
         answer
     }
+
+    fn present(&self, hva: Hva) -> Option<HostPage> {
+        let answer = self.answers.lock().unwrap().get(&(hva.0 / PAGE)).copied();
+        answer.unwrap_or_else(|| self.natural(hva)).ok()
+    }
 }
 
 pub(crate) type Arm = Stage2<K4>;
@@ -223,8 +228,25 @@ pub(crate) fn vm<'m>(
     backing: Backing,
     options: VmOptions,
 ) -> TestVm<'m> {
+    vm_of(machine, arm(), size, backing, options)
+}
+
+/// A VM in another format.
+pub(crate) fn vm_of<'m>(
+    machine: &'m Watched,
+    format: Arm,
+    size: u64,
+    backing: Backing,
+    options: VmOptions,
+) -> TestVm<'m> {
     let memory = machine.model.host_memory(size, backing).unwrap();
-    Vm::new(machine, TestHost::new(memory), arm(), 7, options).unwrap()
+    Vm::new(machine, TestHost::new(memory), format, 7, options).unwrap()
+}
+
+/// What a CPU needs to run in an address space.
+pub(crate) fn registers(vm: &TestVm<'_>, space: u16) -> Registers {
+    let tree = vm.tree_of(space).unwrap();
+    Registers { vttbr: tree.root_register(), vtcr: tree.format().vtcr() }
 }
 
 /// The same with one slot: all of the memory, at guest address 0.
@@ -262,9 +284,15 @@ pub(crate) struct Guest<'v, 'm> {
 
 impl<'v, 'm> Guest<'v, 'm> {
     pub(crate) fn new(vm: &'v TestVm<'m>, cpu: usize) -> Self {
-        let registers = Registers { vttbr: vm.tree().root_register(), vtcr: arm().vtcr() };
-        let cpu = vm.machine().model.cpu(cpu, registers).unwrap();
-        Self { vm, vcpu: vm.vcpu().unwrap(), cpu, faults: 0 }
+        Self::in_space(vm, cpu, 0)
+    }
+
+    /// The same in another address space.
+    pub(crate) fn in_space(vm: &'v TestVm<'m>, cpu: usize, space: u16) -> Self {
+        let cpu = vm.machine().model.cpu(cpu, registers(vm, space)).unwrap();
+        let mut vcpu = vm.vcpu().unwrap();
+        vcpu.switch_space(space);
+        Self { vm, vcpu, cpu, faults: 0 }
     }
 
     /// The fault as the model's CPU reports it, handed to the VM.
@@ -396,8 +424,9 @@ pub(crate) fn collect<'m>(
 /// Nothing is left when everything is gone, and no rule was broken.
 pub(crate) fn finish(vm: TestVm<'_>, workers: Vec<Worker<'_, Watched>>) {
     let machine = vm.machine();
-    let registers = Registers { vttbr: vm.tree().root_register(), vtcr: arm().vtcr() };
-    machine.model.check_quiet(registers);
+    for space in 0..vm.options().address_spaces {
+        machine.model.check_quiet(registers(&vm, space));
+    }
     drop(workers);
     drop(vm);
     machine.model.check_freed();
