@@ -1,23 +1,14 @@
 //! What `slat dirty-log` promises: its phases, its report, and a clean check on every granule, backing and mode.
 
-use std::process::{Command, Output, Stdio};
-
 use serde_json::Value;
 
-fn slat(line: &str) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-    command.args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap()
-}
+mod command;
 
-/// The report of a run that must succeed.
+use command::{count, names, slat};
+
 #[track_caller]
 fn report(options: &str) -> Value {
-    let output = slat(&format!("dirty-log --json {options}"));
-    let said = String::from_utf8_lossy(&output.stderr);
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert_eq!(output.status.code(), Some(0), "{options}: {said}{text}");
-    assert!(said.is_empty(), "{options}: {said}");
-    serde_json::from_str(&text).unwrap()
+    command::report(&format!("dirty-log {options}"))
 }
 
 /// A checked run: nothing found, every page watched, and the log collected while vCPUs wrote.
@@ -31,23 +22,6 @@ fn checked(options: &str) -> Value {
     assert!(check["collections_while_running"].as_u64().unwrap() >= 4, "{options}: {check}");
     assert!(check["changed"].as_u64().unwrap() >= check["pages"].as_u64().unwrap(), "{options}");
     report
-}
-
-fn names(report: &Value) -> Vec<String> {
-    let phase = |phase: &Value| {
-        let name = phase["name"].as_str().unwrap();
-        match phase["iteration"].as_u64() {
-            Some(iteration) => format!("{name} {iteration}"),
-            None => name.to_owned(),
-        }
-    };
-    report["phases"].as_array().unwrap().iter().map(phase).collect()
-}
-
-#[track_caller]
-fn count(report: &Value, phase: &str, counter: &str) -> u64 {
-    let at = names(report).iter().position(|name| name == phase).unwrap();
-    report["phases"][at]["counters"][counter].as_u64().unwrap()
 }
 
 #[test]

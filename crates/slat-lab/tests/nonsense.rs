@@ -1,12 +1,11 @@
 //! What the command says to what makes no sense: a message that names it on standard error, nothing on standard
 //! output, exit status 2.
 
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 
-fn slat(line: &str) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_slat"));
-    command.args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap()
-}
+mod command;
+
+use command::slat;
 
 #[track_caller]
 fn refused(line: &str, why: &str) {
