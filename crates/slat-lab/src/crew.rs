@@ -3,7 +3,7 @@
 //! A phase begins when the first vCPU is told and ends when the last has done it, as the kernel's tests measure it;
 //! each vCPU takes the time itself, so that waking up the thread that waits costs nothing.
 
-use std::fmt::Display;
+use std::fmt::{Debug, Display};
 use std::io;
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::failure::Failure;
-use crate::guest::{GuestMemory, Pass, Program, Pulse};
+use crate::guest::{GuestMemory, Order, Pass, Program, Pulse, Watch};
 use crate::report::Counters;
 
 /// How often whoever waits looks up.
@@ -22,6 +22,24 @@ const LOOK_UP: Duration = Duration::from_millis(100);
 pub(crate) trait Vcpu: GuestMemory<Error: Display> + Send {
     /// What it has done since it was made.
     fn counters(&self) -> Counters;
+}
+
+/// What runs on a vCPU.
+pub(crate) trait Guest: Send {
+    /// What it can be told to do.
+    type Order: Copy + Send + Debug;
+
+    /// Accesses of its longest order, as far as that is known.
+    fn accesses(&self) -> u64;
+}
+
+/// A guest that knows this kind of vCPU.
+pub(crate) trait RunOn<V: Vcpu>: Guest {
+    /// Does what it is told.
+    ///
+    /// # Errors
+    /// Why it cannot go on.
+    fn run(&mut self, vcpu: &mut V, order: Self::Order, watch: Watch<'_>) -> Result<(), String>;
 }
 
 /// What the threads share.
@@ -40,13 +58,6 @@ impl Board {
         let pulse = || if yields { Pulse::yielding() } else { Pulse::default() };
         Self { pulses: (0..vcpus).map(|_| pulse()).collect(), stop: AtomicBool::new(false) }
     }
-}
-
-/// What a vCPU is told.
-#[derive(Clone, Copy, Debug)]
-enum Task {
-    Pass(Pass),
-    RunUntilStopped(Pass),
 }
 
 /// What a vCPU says when it is through.
@@ -73,15 +84,15 @@ impl From<Stopped> for Failure {
 
 /// All vCPU threads. Dropping it ends them.
 #[derive(Debug)]
-pub(crate) struct Crew<'scope> {
+pub(crate) struct Crew<'scope, P: Guest = Program> {
     board: &'scope Board,
-    tasks: Vec<Sender<Task>>,
+    tasks: Vec<Sender<P::Order>>,
     done: Receiver<Done>,
-    threads: Vec<ScopedJoinHandle<'scope, Program>>,
+    threads: Vec<ScopedJoinHandle<'scope, P>>,
     counters: Vec<Counters>,
 }
 
-impl<'scope> Crew<'scope> {
+impl<'scope, P: Guest> Crew<'scope, P> {
     /// Starts one thread for each vCPU. They wait until they are told something.
     ///
     /// # Errors
@@ -89,8 +100,12 @@ impl<'scope> Crew<'scope> {
     pub(crate) fn start<'env, V: Vcpu + 'scope>(
         scope: &'scope Scope<'scope, 'env>,
         board: &'scope Board,
-        vcpus: Vec<(V, Program)>,
-    ) -> io::Result<Self> {
+        vcpus: Vec<(V, P)>,
+    ) -> io::Result<Self>
+    where
+        P: RunOn<V> + 'scope,
+        P::Order: 'scope,
+    {
         let (report, done) = mpsc::channel();
         let mut crew = Self { board, tasks: vec![], done, threads: vec![], counters: vec![] };
         for (index, (vcpu, program)) in vcpus.into_iter().enumerate() {
@@ -105,22 +120,13 @@ impl<'scope> Crew<'scope> {
         Ok(crew)
     }
 
-    /// Every vCPU makes one pass over its part.
-    pub(crate) fn begin_pass(&self, pass: Pass) -> Instant {
-        self.tell(Task::Pass(pass))
-    }
-
-    /// Every vCPU touches its part again and again, until [`stop`](Self::stop).
-    pub(crate) fn begin_running(&self, pass: Pass) -> Instant {
+    /// Every vCPU does this; the moment when the first was told.
+    pub(crate) fn tell(&self, order: P::Order) -> Instant {
         self.board.stop.store(false, Ordering::Relaxed);
-        self.tell(Task::RunUntilStopped(pass))
-    }
-
-    fn tell(&self, task: Task) -> Instant {
         let now = Instant::now();
         for vcpu in &self.tasks {
             // A thread that ended has said why, or will be found missing by `wait`.
-            let _ = vcpu.send(task);
+            let _ = vcpu.send(order);
         }
         now
     }
@@ -183,14 +189,14 @@ impl<'scope> Crew<'scope> {
     ///
     /// # Errors
     /// A thread that panicked.
-    pub(crate) fn dismiss(mut self) -> Result<Vec<Program>, Stopped> {
+    pub(crate) fn dismiss(mut self) -> Result<Vec<P>, Stopped> {
         let panicked = |index| Stopped { index, why: PANICKED.to_owned() };
         let programs = self.join().into_iter().enumerate();
         programs.map(|(index, program)| program.ok_or_else(|| panicked(index))).collect()
     }
 
     /// Ends the threads. Every one is joined, since the scope would panic for one that did and was not.
-    fn join(&mut self) -> Vec<Option<Program>> {
+    fn join(&mut self) -> Vec<Option<P>> {
         self.stop();
         self.tasks.clear();
         let threads = std::mem::take(&mut self.threads);
@@ -198,7 +204,14 @@ impl<'scope> Crew<'scope> {
     }
 }
 
-impl Drop for Crew<'_> {
+impl Crew<'_> {
+    /// Every vCPU touches its part again and again, until [`stop`](Self::stop).
+    pub(crate) fn begin_running(&self, pass: Pass) -> Instant {
+        self.tell(Order::RunUntilStopped(pass))
+    }
+}
+
+impl<P: Guest> Drop for Crew<'_, P> {
     fn drop(&mut self) {
         self.join();
     }
@@ -229,26 +242,41 @@ impl Drop for Messenger {
 }
 
 /// The life of one thread.
-fn work<V: Vcpu>(
+fn work<V: Vcpu, P: RunOn<V>>(
     mut vcpu: V,
-    mut program: Program,
+    mut program: P,
     board: &Board,
-    tasks: &Receiver<Task>,
+    tasks: &Receiver<P::Order>,
     messenger: &Messenger,
-) -> Program {
-    let pulse = &board.pulses[messenger.index];
-    while let Ok(task) = tasks.recv() {
-        let result = match task {
-            Task::Pass(pass) => program.pass(&mut vcpu, pass, pulse),
-            Task::RunUntilStopped(pass) => program.run_until(&mut vcpu, pass, &board.stop, pulse),
-        };
+) -> P {
+    let watch = Watch { pulse: &board.pulses[messenger.index], stop: &board.stop };
+    while let Ok(order) = tasks.recv() {
+        let result = program.run(&mut vcpu, order, watch);
         let failed = result.is_err();
-        messenger.send(result.map(|()| vcpu.counters()).map_err(|error| error.to_string()));
+        messenger.send(result.map(|()| vcpu.counters()));
         if failed {
             break;
         }
     }
     program
+}
+
+impl Guest for Program {
+    type Order = Order;
+
+    fn accesses(&self) -> u64 {
+        self.pages()
+    }
+}
+
+impl<V: Vcpu> RunOn<V> for Program {
+    fn run(&mut self, vcpu: &mut V, order: Order, watch: Watch<'_>) -> Result<(), String> {
+        let result = match order {
+            Order::Pass(pass) => self.pass(vcpu, pass, watch.pulse),
+            Order::RunUntilStopped(pass) => self.run_until(vcpu, pass, watch),
+        };
+        result.map_err(|error| error.to_string())
+    }
 }
 
 #[cfg(test)]
@@ -301,7 +329,7 @@ mod tests {
     fn a_pass_is_over_when_every_vcpu_has_made_it() {
         with_crew([0; 2], false, |mut crew| {
             for pass in 1..=3 {
-                let start = crew.begin_pass(PASS);
+                let start = crew.tell(Order::Pass(PASS));
                 assert!(crew.wait(|_| {}).unwrap() >= start);
                 assert_eq!(crew.counters().faults, pass * 200);
             }
@@ -319,7 +347,7 @@ mod tests {
             crew.stop();
             crew.wait(|_| {}).unwrap();
             assert!(crew.counters().faults >= 20);
-            crew.begin_pass(PASS);
+            crew.tell(Order::Pass(PASS));
             crew.wait(|_| {}).unwrap();
         });
     }
@@ -327,7 +355,7 @@ mod tests {
     #[test]
     fn a_vcpu_that_cannot_go_on_ends_the_wait_with_its_reason() {
         with_crew([0, 50], false, |mut crew| {
-            crew.begin_pass(PASS);
+            crew.tell(Order::Pass(PASS));
             assert_eq!(crew.wait(|_| {}).unwrap_err().to_string(), "vCPU 1: no more");
         });
         with_crew([0, 1000], false, |mut crew| {
@@ -344,13 +372,13 @@ mod tests {
     #[test]
     fn a_thread_that_panics_ends_the_wait_too() {
         with_crew([50, 0], true, |mut crew| {
-            crew.begin_pass(PASS);
+            crew.tell(Order::Pass(PASS));
             let stopped = crew.wait(|_| {}).unwrap_err();
             assert_eq!(stopped.to_string(), "vCPU 0: its thread panicked");
             assert_eq!(crew.dismiss().unwrap_err(), stopped);
         });
         with_crew([50, 50], true, |crew| {
-            crew.begin_pass(PASS);
+            crew.tell(Order::Pass(PASS));
         });
     }
 }

@@ -39,6 +39,36 @@ pub(crate) struct Pass {
     pub(crate) random: bool,
 }
 
+/// What a vCPU that runs a [`Program`] is told.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Order {
+    /// One pass.
+    Pass(Pass),
+    /// Passes until it is stopped.
+    RunUntilStopped(Pass),
+}
+
+/// What a guest looks at between two accesses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Watch<'a> {
+    pub(crate) pulse: &'a Pulse,
+    pub(crate) stop: &'a AtomicBool,
+}
+
+impl Watch<'_> {
+    /// An access was completed.
+    #[inline(always)]
+    pub(crate) fn beat(self) {
+        self.pulse.beat();
+    }
+
+    /// Whether it is to stop.
+    #[inline(always)]
+    pub(crate) fn stopped(self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
 /// How far a vCPU is, on a cache line of its own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
@@ -141,22 +171,21 @@ impl Program {
         Ok(())
     }
 
-    /// Touches pages until `stop`, at least one.
+    /// Touches pages until it is stopped, at least one.
     pub(crate) fn run_until<M: GuestMemory>(
         &mut self,
         memory: &mut M,
         pass: Pass,
-        stop: &AtomicBool,
-        pulse: &Pulse,
+        watch: Watch<'_>,
     ) -> Result<(), M::Error> {
         let pages = self.pages();
         let mut at = 0;
         loop {
             let index = if pass.random { self.dice.below(pages) } else { at };
             self.touch(memory, index, pass.write_percent)?;
-            pulse.beat();
+            watch.beat();
             at = if at + 1 == pages { 0 } else { at + 1 };
-            if stop.load(Ordering::Relaxed) {
+            if watch.stopped() {
                 return Ok(());
             }
         }

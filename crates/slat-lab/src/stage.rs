@@ -8,9 +8,9 @@ use slat::format::arm::Granule;
 use slat_model::{HostMemory, Model};
 use slat_vm::Worker;
 
-use crate::crew::{Board, Crew};
+use crate::crew::{Board, Crew, Guest, RunOn};
 use crate::failure::Failure;
-use crate::guest::{Pass, Program};
+use crate::guest::{Order, Pass, Program};
 use crate::layout::Layout;
 use crate::model::{self, ModelVcpu, ModelVm};
 use crate::options::MachineOptions;
@@ -26,11 +26,11 @@ pub(crate) struct Ground<'a> {
     pub(crate) machine: &'a MachineOptions,
 }
 
-/// A VM with its memslots, whose vCPUs wait for their first pass.
-pub(crate) struct Stage<'s, 'm, G: Granule> {
+/// A VM with its memslots, whose vCPUs wait for their first order.
+pub(crate) struct Stage<'s, 'm, G: Granule, P: Guest = Program> {
     pub(crate) vm: &'s ModelVm<'m, G>,
     pub(crate) worker: Worker<'m, Model>,
-    pub(crate) crew: Crew<'s>,
+    pub(crate) crew: Crew<'s, P>,
     model: &'m Model,
     slots: u32,
     progress: Progress,
@@ -40,33 +40,55 @@ pub(crate) struct Stage<'s, 'm, G: Granule> {
 }
 
 /// What is left when the vCPUs have ended.
-pub(crate) struct Ended<R> {
+pub(crate) struct Ended<R, P> {
     pub(crate) phases: Vec<Phase>,
     /// What the guests remember.
-    pub(crate) programs: Vec<Program>,
+    pub(crate) programs: Vec<P>,
     /// What the workload returned.
     pub(crate) result: R,
 }
 
-impl Ground<'_> {
-    /// Builds a VM with one vCPU for each program and lets `workload` play on it. The bar is full after `passes`
-    /// passes.
+impl<'m> Ground<'m> {
+    /// Builds a VM with the memslots of the layout and one vCPU for each program, and lets `workload` play on it. The bar
+    /// is full after `passes` passes.
     ///
     /// # Errors
     /// What the workload returned; [`Failure::Usage`] if such a VM cannot be had; [`Failure::Run`] if a vCPU broke
     /// off or there are not enough threads.
-    pub(crate) fn play<G: Granule, R>(
+    pub(crate) fn play<G: Granule, P, R>(
         self,
-        programs: Vec<Program>,
+        programs: Vec<P>,
         passes: u32,
-        workload: impl FnOnce(&mut Stage<'_, '_, G>) -> Result<R, Failure>,
-    ) -> Result<Ended<R>, Failure> {
+        workload: impl FnOnce(&mut Stage<'_, 'm, G, P>) -> Result<R, Failure>,
+    ) -> Result<Ended<R, P>, Failure>
+    where
+        P: for<'v> RunOn<ModelVcpu<'v, 'm, G>>,
+    {
+        self.play_without_slots(programs, passes, |stage| {
+            model::create_slots(stage.vm, &mut stage.worker, self.layout)?;
+            stage.before = stage.counters();
+            workload(stage)
+        })
+    }
+
+    /// As [`play`](Self::play), for workloads that create the memslots.
+    ///
+    /// # Errors
+    /// As [`play`](Self::play).
+    pub(crate) fn play_without_slots<G: Granule, P, R>(
+        self,
+        programs: Vec<P>,
+        passes: u32,
+        workload: impl FnOnce(&mut Stage<'_, 'm, G, P>) -> Result<R, Failure>,
+    ) -> Result<Ended<R, P>, Failure>
+    where
+        P: for<'v> RunOn<ModelVcpu<'v, 'm, G>>,
+    {
         let Self { model, memory, layout, machine } = self;
         let broken = |error: &dyn std::error::Error| Failure::Run(error.to_string());
         let vm = model::vm::<G>(model, memory, layout, machine)?;
-        let mut worker = vm.worker().map_err(|error| broken(&error))?;
-        model::create_slots(&vm, &mut worker, layout)?;
-        let accesses: u64 = programs.iter().map(Program::pages).sum();
+        let worker = vm.worker().map_err(|error| broken(&error))?;
+        let accesses: u64 = programs.iter().map(Guest::accesses).sum();
         let board = Board::new(programs.len(), model.is_checked());
         let vcpu = |(index, program)| Ok((ModelVcpu::new(&vm, index)?, program));
         let vcpus = programs.into_iter().enumerate().map(vcpu);
@@ -103,7 +125,7 @@ impl Ground<'_> {
     }
 }
 
-impl<'m, G: Granule> Stage<'_, 'm, G> {
+impl<G: Granule> Stage<'_, '_, G> {
     /// A phase in which every vCPU makes one pass.
     ///
     /// # Errors
@@ -114,8 +136,23 @@ impl<'m, G: Granule> Stage<'_, 'm, G> {
         iteration: Option<u32>,
         pass: Pass,
     ) -> Result<(), Failure> {
+        self.order(name, iteration, Order::Pass(pass))
+    }
+}
+
+impl<'m, G: Granule, P: Guest> Stage<'_, 'm, G, P> {
+    /// A phase in which every vCPU does what it is told.
+    ///
+    /// # Errors
+    /// A vCPU that could not go on.
+    pub(crate) fn order(
+        &mut self,
+        name: &'static str,
+        iteration: Option<u32>,
+        order: P::Order,
+    ) -> Result<(), Failure> {
         self.begin(name, iteration);
-        let start = self.crew.begin_pass(pass);
+        let start = self.crew.tell(order);
         let end = self.crew.wait(|done| self.progress.set(done))?;
         self.end(name, iteration, end - start);
         Ok(())

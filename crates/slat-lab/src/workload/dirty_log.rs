@@ -90,7 +90,7 @@ fn measure<G: Granule>(
     config: &Config,
 ) -> Result<(Vec<Phase>, Option<Check>), Failure> {
     let programs = (0..config.vcpus).map(|index| program(ground.layout, config, index)).collect();
-    let ended = ground.play::<G, _>(programs, 1 + config.iterations, |stage| {
+    let ended = ground.play::<G, _, _>(programs, 1 + config.iterations, |stage| {
         let log = Log::new(ground.layout);
         let mut run = Run { ground, config, stage, log, audit: None };
         run.all()?;
