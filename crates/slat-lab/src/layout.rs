@@ -9,8 +9,19 @@ use crate::backing::Backing;
 use crate::granule::{self, GranuleSize};
 use crate::guest_mode::GuestMode;
 use crate::options::{EagerSplit, MachineOptions, MemoryOptions};
-
 use crate::size::Size;
+
+/// What a workload chooses about its memory beyond [`MemoryOptions`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    /// Every vCPU uses all of it.
+    pub(crate) overlap: bool,
+    /// Memslots of one size.
+    pub(crate) slots: u32,
+    /// Where it begins; at the top if nobody cares.
+    pub(crate) offset: Option<u64>,
+    pub(crate) eager_split: EagerSplit,
+}
 
 /// A layout that holds together.
 #[derive(Clone, Debug)]
@@ -30,6 +41,7 @@ pub(crate) struct Layout {
     pub(crate) guest_page: u64,
     /// Bytes of a page of the host.
     pub(crate) page: u64,
+    pub(crate) eager_split: EagerSplit,
     /// Whether every vCPU uses all of it.
     overlap: bool,
     /// Bytes of one vCPU's part.
@@ -75,13 +87,14 @@ impl Layout {
     pub(crate) fn new(
         memory: &MemoryOptions,
         machine: &MachineOptions,
+        plan: Plan,
         backing: Backing,
         mode: GuestMode,
     ) -> Result<Self, Misfit> {
         let granule = machine.granule;
         let (page, guest_page) = (granule.page_size(), mode.page_size);
         let ipa_bits = machine.ipa_bits.unwrap_or(mode.physical_bits);
-        check_chunk(machine.eager_split, granule, ipa_bits)?;
+        check_chunk(plan.eager_split, granule, ipa_bits)?;
         let backing_page = backing.page_size(granule);
         if backing_page < page {
             return Err(Misfit::SmallBacking { backing, granule: page, size: backing_page, page });
@@ -99,12 +112,12 @@ impl Layout {
         let size = part.0.checked_mul(memory.vcpus.into()).ok_or(overflow.clone())?;
         let host_size = size.checked_next_multiple_of(backing_page.0).ok_or(overflow)?;
         let pages = size / page.0;
-        if !pages.is_multiple_of(memory.slots.into()) {
-            return Err(Misfit::Slots { slots: memory.slots, pages, page });
+        if !pages.is_multiple_of(plan.slots.into()) {
+            return Err(Misfit::Slots { slots: plan.slots, pages, page });
         }
         let bits = ipa_bits.min(mode.physical_bits);
         let align = page.max(guest_page);
-        let gpa = match memory.offset {
+        let gpa = match plan.offset {
             Some(offset) => at_offset(offset, size, bits, align)?,
             None => at_top(size, bits, align.max(backing_page))?,
         };
@@ -114,10 +127,11 @@ impl Layout {
             gpa,
             size,
             host_size,
-            slots: memory.slots,
+            slots: plan.slots,
             guest_page: guest_page.0,
             page: page.0,
-            overlap: memory.overlap,
+            eager_split: plan.eager_split,
+            overlap: plan.overlap,
             part: part.0,
         })
     }
@@ -153,20 +167,25 @@ impl Layout {
         self.slot_size() / self.page
     }
 
+    /// The largest block that is not larger than a page of the backing.
+    fn fitting_block(&self, backing: Backing) -> Option<Size> {
+        let backing_page = backing.page_size(self.granule);
+        let blocks = self.granule.block_sizes(self.ipa_bits);
+        blocks.into_iter().rev().find(|block| *block <= backing_page)
+    }
+
     /// Why guest memory is mapped with smaller leaves than its backing would allow; `None` if it is not.
     pub(crate) fn remark(&self, backing: Backing) -> Option<String> {
         let backing_page = backing.page_size(self.granule);
         if backing_page.0 == self.page {
             return None;
         }
-        let blocks = self.granule.block_sizes(self.ipa_bits);
-        let fitting = blocks.iter().rev().find(|block| **block <= backing_page);
-        let Some(block) = fitting else {
+        let Some(block) = self.fitting_block(backing) else {
             return Some(format!(
                 "{backing_page} pages back guest memory, but the {} granule has no block that small ({}): \
                  it is mapped by pages",
                 Size(self.page),
-                granule::list(&blocks),
+                granule::list(&self.granule.block_sizes(self.ipa_bits)),
             ));
         };
         if !self.gpa.is_multiple_of(block.0) {
@@ -214,22 +233,37 @@ fn at_offset(offset: u64, size: u64, bits: u32, align: Size) -> Result<u64, Misf
 fn try_lay_out(line: &str) -> Result<(Layout, Backing), Misfit> {
     use clap::Parser;
 
-    use crate::options::OrHelp;
+    use crate::options::{EagerSplitOption, OffsetOption, OrHelp, OverlapOption, SlotsOption};
 
     #[derive(Parser)]
     struct Line {
         #[command(flatten)]
         memory: MemoryOptions,
         #[command(flatten)]
+        overlap: OverlapOption,
+        #[command(flatten)]
+        slots: SlotsOption,
+        #[command(flatten)]
+        offset: OffsetOption,
+        #[command(flatten)]
+        split: EagerSplitOption,
+        #[command(flatten)]
         machine: MachineOptions,
     }
 
     let words = std::iter::once("slat").chain(line.split_whitespace());
-    let Line { memory, machine } = Line::try_parse_from(words).unwrap();
+    let Line { memory, overlap, slots, offset, split, machine } =
+        Line::try_parse_from(words).unwrap();
+    let plan = Plan {
+        overlap: overlap.overlap,
+        slots: slots.slots,
+        offset: offset.offset,
+        eager_split: split.eager_split,
+    };
     let (OrHelp::Value(backing), OrHelp::Value(mode)) = (memory.backing, memory.mode) else {
         panic!("help was asked for");
     };
-    Layout::new(&memory, &machine, backing, mode).map(|layout| (layout, backing))
+    Layout::new(&memory, &machine, plan, backing, mode).map(|layout| (layout, backing))
 }
 
 /// For tests: the layout of a command line that makes sense.

@@ -3,9 +3,12 @@
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 
 mod backing;
+mod check;
+mod config;
+mod contents;
 mod crew;
 mod failure;
 mod granule;
@@ -29,13 +32,26 @@ use workload::Workload;
 /// Runs the workloads of KVM's own tests on slat, and measures.
 #[derive(Debug, Parser)]
 #[command(name = "slat", version, arg_required_else_help = true)]
-struct Command {
+struct Line {
     #[command(subcommand)]
-    workload: Workload,
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    #[command(flatten)]
+    Workload(Workload),
+
+    /// One line for each workload: its name, the kernel's test that it follows, what it does
+    List,
 }
 
 fn main() -> ExitCode {
-    match Command::parse().workload.run() {
+    let done = match Line::parse().command {
+        Command::Workload(workload) => workload.run(),
+        Command::List => output::line(&workload::list()),
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) if failure.is_closed_pipe() => ExitCode::FAILURE,
         Err(failure) => {

@@ -1,6 +1,7 @@
 //! What a workload runs on: the model machine, its host memory, a VM with memslots, and vCPUs whose loads and stores
 //! go through TLB and tables to that memory.
 
+use std::fmt;
 use std::sync::Arc;
 
 use slat::format::arm::{Granule, Stage2};
@@ -11,7 +12,7 @@ use slat_vm::{
     Worker,
 };
 
-use crate::backing::Backing;
+use crate::config::GuestConfig;
 use crate::crew;
 use crate::failure::Failure;
 use crate::granule;
@@ -27,7 +28,7 @@ const WORKERS: usize = 2;
 const VMID: u16 = 1;
 
 /// A VM on the model.
-pub(crate) type ModelVm<'m, G> = Vm<'m, Stage2<G>, Model, HostPages>;
+pub(crate) type ModelVm<'m, G> = Vm<'m, Stage2<G>, Model, ModelHost>;
 
 /// The machine for a layout, and its host memory.
 ///
@@ -35,11 +36,10 @@ pub(crate) type ModelVm<'m, G> = Vm<'m, Stage2<G>, Model, HostPages>;
 /// [`Failure::Usage`] if there is not so much memory, or not of this backing.
 pub(crate) fn machine(
     layout: &Layout,
-    backing: Backing,
     options: &MachineOptions,
-    vcpus: u32,
-    checked: bool,
+    config: &GuestConfig,
 ) -> Result<(Model, Arc<HostMemory>), Failure> {
+    let vcpus = config.vcpus;
     let features = Features { fwb: options.fwb, ..Features::default() };
     let model = Model::builder()
         .page_shift(layout.page.ilog2())
@@ -47,11 +47,11 @@ pub(crate) fn machine(
         .slots(vcpus as usize + WORKERS)
         .table_limit(table_limit(layout, vcpus))
         .features(features)
-        .checked(checked)
+        .checked(config.check)
         .on_violation(OnViolation::Record)
         .build()
         .map_err(|error| Failure::Run(error.to_string()))?;
-    let memory = model.host_memory(layout.host_size, backing.of_model(layout.granule));
+    let memory = model.host_memory(layout.host_size, config.backing.of_model(layout.granule));
     let memory = memory.map_err(|error| match error {
         HostMemoryError::System(_) => Failure::Run(error.to_string()),
         HostMemoryError::NotEnough { wanted, available } => Failure::Usage(format!(
@@ -80,15 +80,15 @@ fn table_limit(layout: &Layout, vcpus: u32) -> u32 {
 /// [`Failure::Usage`] if tables of this shape cannot be had.
 pub(crate) fn vm<'m, G: Granule>(
     model: &'m Model,
-    memory: &Arc<HostMemory>,
+    host: ModelHost,
     layout: &Layout,
     options: &MachineOptions,
 ) -> Result<ModelVm<'m, G>, Failure> {
     let usage = |error: &dyn std::error::Error| Failure::Usage(error.to_string());
     let format = granule::format::<G>(layout.ipa_bits).map_err(|error| usage(&error))?;
     let format = format.with_xnx(true).with_fwb(options.fwb);
-    let host = HostPages { memory: Arc::clone(memory) };
-    let eager_split = options.eager_split.chunk().map(|chunk| chunk.0);
+    let format = format.with_hardware_access(options.hardware_access.is_on());
+    let eager_split = layout.eager_split.chunk().map(|chunk| chunk.0);
     let options = VmOptions { eager_split, coherent_data: options.fwb, ..VmOptions::default() };
     Vm::new(model, host, format, VMID, options).map_err(|error| usage(&error))
 }
@@ -111,18 +111,61 @@ pub(crate) fn create_slots<'m, G: Granule>(
     Ok(())
 }
 
-/// Host memory as the fault path asks for it. A host address is an offset into it.
+/// Whoever answers for the guest's memory.
+pub(crate) struct ModelHost(Arc<dyn Host + Send + Sync>);
+
+impl ModelHost {
+    /// A host of this kind.
+    pub(crate) fn new(host: impl Host + Send + 'static) -> Self {
+        Self(Arc::new(host))
+    }
+
+    /// A host that gives every page of `memory` at once.
+    pub(crate) fn of(memory: &Arc<HostMemory>) -> Self {
+        Self::new(HostPages { memory: Arc::clone(memory) })
+    }
+}
+
+impl fmt::Debug for ModelHost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ModelHost")
+    }
+}
+
+impl Host for ModelHost {
+    fn page(&self, hva: Hva, access: Access) -> Result<HostPage, HostError> {
+        self.0.page(hva, access)
+    }
+
+    fn dirtied(&self, hva: Hva, size: u64) {
+        self.0.dirtied(hva, size);
+    }
+
+    fn accessed(&self, hva: Hva, size: u64) {
+        self.0.accessed(hva, size);
+    }
+}
+
+/// Host memory that is always there. A host address is an offset into it.
 #[derive(Debug)]
-pub(crate) struct HostPages {
+struct HostPages {
     memory: Arc<HostMemory>,
 }
 
 impl Host for HostPages {
     fn page(&self, hva: Hva, _access: Access) -> Result<HostPage, HostError> {
-        let page = self.memory.page(hva.0).ok_or(HostError::NotMapped)?;
-        let output = Hpa(page.hpa.0 & !(page.size - 1));
-        Ok(HostPage { output, size: page.size, writable: true, device: false })
+        page(&self.memory, hva)
     }
+}
+
+/// The page of `memory` that backs a host address.
+///
+/// # Errors
+/// [`HostError::NotMapped`] beyond its end.
+pub(crate) fn page(memory: &HostMemory, hva: Hva) -> Result<HostPage, HostError> {
+    let page = memory.page(hva.0).ok_or(HostError::NotMapped)?;
+    let output = Hpa(page.hpa.0 & !(page.size - 1));
+    Ok(HostPage { output, size: page.size, writable: true, device: false })
 }
 
 /// A vCPU: a CPU of the model, and what the hypervisor keeps for it.

@@ -2,6 +2,7 @@
 //!
 //! Letters and defaults are those of the kernel's KVM tests; what only slat has is spelled out.
 
+use std::fmt;
 use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
@@ -35,18 +36,48 @@ pub(crate) struct MemoryOptions {
     /// Guest mode by number (as in Linux 6.12) or name: address width and guest page size; `help` lists
     #[arg(short = 'm', long, value_name = "MODE", default_value = guest_mode::DEFAULT)]
     pub(crate) mode: OrHelp<GuestMode>,
+}
 
+/// Whose memory a vCPU uses.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct OverlapOption {
     /// Every vCPU uses the memory of all, instead of a part of its own
     #[arg(short = 'o', long)]
     pub(crate) overlap: bool,
+}
 
+/// How many memslots there are.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct SlotsOption {
     /// Memslots that guest memory is divided into
     #[arg(short = 'x', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MAX_SLOTS))]
     pub(crate) slots: u32,
+}
 
+/// Where guest memory begins.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct OffsetOption {
     /// Guest-physical address of guest memory, decimal or 0x…, instead of the top of guest-physical memory
     #[arg(short = 'p', long, value_name = "ADDRESS", value_parser = address)]
     pub(crate) offset: Option<u64>,
+}
+
+/// What is done ahead of the faults under a dirty log.
+#[derive(Clone, Copy, Debug, Args)]
+#[command(next_help_heading = "Machine")]
+pub(crate) struct EagerSplitOption {
+    /// Bytes that are split into pages at once, ahead of write faults, or off
+    #[arg(long, value_name = "SIZE|off", default_value = "off")]
+    pub(crate) eager_split: EagerSplit,
+}
+
+/// Whether anything is compared.
+#[derive(Clone, Copy, Debug, Args)]
+#[command(next_help_heading = "Output")]
+pub(crate) struct CheckOption {
+    /// Verify what the run did to memory and tables, and check the architecture's rules; status 1 if anything is found
+    #[arg(long)]
+    pub(crate) check: bool,
 }
 
 /// The machine that the guest runs on.
@@ -71,9 +102,15 @@ pub(crate) struct MachineOptions {
     #[arg(long)]
     pub(crate) fwb: bool,
 
-    /// Bytes that are split into pages at once, ahead of write faults, or off
-    #[arg(long, value_name = "SIZE|off", default_value = "off")]
-    pub(crate) eager_split: EagerSplit,
+    /// Hardware sets the access flag (FEAT_HAFDBS), instead of a fault
+    #[arg(
+        long,
+        value_enum,
+        value_name = "on|off",
+        default_value = "off",
+        hide_possible_values = true
+    )]
+    pub(crate) hardware_access: Switch,
 
     /// real: threads, wall time, real memory
     #[arg(
@@ -93,6 +130,19 @@ pub(crate) struct OutputOptions {
     /// One JSON object instead of the table
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Whether the machine has a feature.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub(crate) enum Switch {
+    Off,
+    On,
+}
+
+impl Switch {
+    pub(crate) fn is_on(self) -> bool {
+        self == Self::On
+    }
 }
 
 /// Which time is measured.
@@ -145,6 +195,15 @@ impl EagerSplit {
         match self {
             Self::Off => None,
             Self::Chunk(size) => Some(size),
+        }
+    }
+}
+
+impl fmt::Display for EagerSplit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::Chunk(size) => size.fmt(f),
         }
     }
 }

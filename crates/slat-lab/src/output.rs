@@ -5,6 +5,7 @@ use std::io::{self, Write};
 
 use serde::Serialize;
 
+use crate::check::Findings;
 use crate::failure::Failure;
 use crate::options::{OrHelp, OutputOptions};
 use crate::report::Report;
@@ -14,8 +15,8 @@ use crate::table;
 ///
 /// # Errors
 /// [`Failure::Output`], or [`Failure::Check`] if the report's check found something.
-pub(crate) fn print<C: Serialize + Display>(
-    report: &Report<C>,
+pub(crate) fn print<C: Serialize + Display, R: Serialize, F: Findings>(
+    report: &Report<C, R, F>,
     options: &OutputOptions,
 ) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
@@ -44,8 +45,16 @@ pub(crate) fn chosen<T: Copy>(
     match choice {
         OrHelp::Value(value) => Ok(Some(value)),
         OrHelp::Help => {
-            writeln!(io::stdout().lock(), "{}", list())?;
+            line(&list())?;
             Ok(None)
         }
     }
+}
+
+/// Prints a text that was asked for.
+///
+/// # Errors
+/// [`Failure::Output`].
+pub(crate) fn line(text: &str) -> Result<(), Failure> {
+    Ok(writeln!(io::stdout().lock(), "{text}")?)
 }

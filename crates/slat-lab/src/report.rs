@@ -1,4 +1,4 @@
-//! What a run found: its phases, counts and checks, in the shape that `--json` prints.
+//! What a run found: its phases, counts and check, in the shape that `--json` prints.
 
 use std::iter::Sum;
 use std::ops::{Add, Sub};
@@ -6,9 +6,11 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-/// Everything about one run.
+use crate::check::Check;
+
+/// Everything about one run: what was asked for, what else than time it measured, and what its check found.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Report<C> {
+pub(crate) struct Report<C, R, F> {
     /// The workload's name on the command line.
     pub(crate) workload: &'static str,
     /// What it ran on.
@@ -24,8 +26,11 @@ pub(crate) struct Report<C> {
     pub(crate) phases: Vec<Phase>,
     /// Of all phases together.
     pub(crate) counters: Counters,
+    /// What only this workload measures.
+    #[serde(flatten)]
+    pub(crate) results: R,
     /// Absent without `--check`.
-    pub(crate) check: Option<Check>,
+    pub(crate) check: Option<Check<F>>,
 }
 
 /// One phase.
@@ -80,39 +85,6 @@ pub(crate) struct Invalidations {
     pub(crate) everything: u64,
     /// One address, on one CPU.
     pub(crate) local: u64,
-}
-
-/// What `--check` found.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub(crate) struct Check {
-    /// Guest pages that were watched.
-    pub(crate) pages: u64,
-    /// Collections of the log that were compared with memory.
-    pub(crate) collections: u64,
-    /// How many of them while vCPUs ran.
-    pub(crate) collections_while_running: u64,
-    /// Page changes that the log reported, over all collections.
-    pub(crate) changed: u64,
-    /// Pages whose change no collection that covers it reported.
-    pub(crate) lost: u64,
-    /// The first of them, as guest page numbers from the start of guest memory.
-    pub(crate) lost_pages: Vec<u64>,
-    /// Loads that did not return what the guest had stored.
-    pub(crate) wrong_loads: u64,
-    /// Pages of host memory that hold what was stored elsewhere, or not what was stored last.
-    pub(crate) misplaced: u64,
-    /// Rules of the architecture or of the engine's protocol that were broken.
-    pub(crate) violations: u64,
-    /// The first of them.
-    pub(crate) violation: Option<String>,
-}
-
-impl Check {
-    /// Whether nothing was found.
-    pub(crate) fn is_clean(&self) -> bool {
-        let Self { lost, wrong_loads, misplaced, violations, .. } = *self;
-        lost == 0 && wrong_loads == 0 && misplaced == 0 && violations == 0
-    }
 }
 
 impl Counters {

@@ -8,14 +8,15 @@ use slat::format::arm::Granule;
 use slat_model::{HostMemory, Model};
 use slat_vm::Worker;
 
+use crate::check::Check;
 use crate::crew::{Board, Crew, Guest, RunOn};
 use crate::failure::Failure;
 use crate::guest::{Order, Pass, Program};
 use crate::layout::Layout;
-use crate::model::{self, ModelVcpu, ModelVm};
+use crate::model::{self, ModelHost, ModelVcpu, ModelVm};
 use crate::options::MachineOptions;
 use crate::progress::Progress;
-use crate::report::{Check, Counters, Phase};
+use crate::report::{Counters, Phase};
 
 /// The machine and where guest memory lies.
 #[derive(Clone, Copy)]
@@ -64,19 +65,16 @@ impl<'m> Ground<'m> {
     where
         P: for<'v> RunOn<ModelVcpu<'v, 'm, G>>,
     {
-        self.play_without_slots(programs, passes, |stage| {
-            model::create_slots(stage.vm, &mut stage.worker, self.layout)?;
-            stage.before = stage.counters();
-            workload(stage)
-        })
+        self.play_on(ModelHost::of(self.memory), programs, passes, workload)
     }
 
-    /// As [`play`](Self::play), for workloads that create the memslots.
+    /// As [`play`](Self::play), with guest memory from `host`, whose addresses are offsets into it.
     ///
     /// # Errors
     /// As [`play`](Self::play).
-    pub(crate) fn play_without_slots<G: Granule, P, R>(
+    pub(crate) fn play_on<G: Granule, P, R>(
         self,
+        host: ModelHost,
         programs: Vec<P>,
         passes: u32,
         workload: impl FnOnce(&mut Stage<'_, 'm, G, P>) -> Result<R, Failure>,
@@ -84,9 +82,30 @@ impl<'m> Ground<'m> {
     where
         P: for<'v> RunOn<ModelVcpu<'v, 'm, G>>,
     {
-        let Self { model, memory, layout, machine } = self;
+        self.play_without_slots(host, programs, passes, |stage| {
+            model::create_slots(stage.vm, &mut stage.worker, self.layout)?;
+            stage.before = stage.counters();
+            workload(stage)
+        })
+    }
+
+    /// As [`play_on`](Self::play_on), for workloads that create the memslots.
+    ///
+    /// # Errors
+    /// As [`play`](Self::play).
+    pub(crate) fn play_without_slots<G: Granule, P, R>(
+        self,
+        host: ModelHost,
+        programs: Vec<P>,
+        passes: u32,
+        workload: impl FnOnce(&mut Stage<'_, 'm, G, P>) -> Result<R, Failure>,
+    ) -> Result<Ended<R, P>, Failure>
+    where
+        P: for<'v> RunOn<ModelVcpu<'v, 'm, G>>,
+    {
+        let Self { model, layout, machine, .. } = self;
         let broken = |error: &dyn std::error::Error| Failure::Run(error.to_string());
-        let vm = model::vm::<G>(model, memory, layout, machine)?;
+        let vm = model::vm::<G>(model, host, layout, machine)?;
         let worker = vm.worker().map_err(|error| broken(&error))?;
         let accesses: u64 = programs.iter().map(Guest::accesses).sum();
         let board = Board::new(programs.len(), model.is_checked());
@@ -111,9 +130,9 @@ impl<'m> Ground<'m> {
     }
 
     /// What was found, with what the machine's own checker says.
-    pub(crate) fn judge(self, found: Check) -> Check {
+    pub(crate) fn judge<F>(self, found: F) -> Check<F> {
         let violation = self.model.violation().map(|report| report.to_string());
-        Check { violations: self.model.violations(), violation, ..found }
+        Check { found, violations: self.model.violations(), violation }
     }
 
     /// A run that broke off after a rule was broken broke off because of that.

@@ -4,7 +4,8 @@ use std::io::{self, IsTerminal, Write};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Table, presets};
 
-use crate::report::{Check, Counters, Phase, Report};
+use crate::check::Findings;
+use crate::report::{Counters, Phase, Report};
 
 /// One column of counts.
 struct Column {
@@ -42,7 +43,10 @@ const COLUMNS: [Column; 12] = [
 ///
 /// # Errors
 /// The output is closed or full.
-pub(crate) fn print<C>(out: &mut impl Write, report: &Report<C>) -> io::Result<()> {
+pub(crate) fn print<C, R, F: Findings>(
+    out: &mut impl Write,
+    report: &Report<C, R, F>,
+) -> io::Result<()> {
     for note in &report.notes {
         writeln!(out, "note: {note}")?;
     }
@@ -52,7 +56,10 @@ pub(crate) fn print<C>(out: &mut impl Write, report: &Report<C>) -> io::Result<(
         writeln!(out, "\n{}", report.summary.join("\n"))?;
     }
     if let Some(check) = &report.check {
-        writeln!(out, "\n{}", verdict(check))?;
+        writeln!(out)?;
+        for line in check.verdict() {
+            writeln!(out, "check: {line}")?;
+        }
     }
     Ok(())
 }
@@ -89,34 +96,6 @@ fn phases(phases: &[Phase], total: &Counters, terminal: bool) -> String {
     table.trim_fmt()
 }
 
-fn verdict(check: &Check) -> String {
-    let Check { pages, collections, collections_while_running, changed, .. } = check;
-    let mut lines = vec![format!(
-        "check: {pages} pages, {collections} collections of the log ({collections_while_running} while vCPUs wrote), \
-         {changed} changed pages reported",
-    )];
-    if check.is_clean() {
-        lines.push("check: nothing lost, nothing misplaced, no rule broken".to_owned());
-        return lines.join("\n");
-    }
-    let found = [
-        (check.lost, "pages changed and were not in the log that covers the change"),
-        (check.wrong_loads, "loads did not return what was stored last"),
-        (check.misplaced, "pages of host memory do not hold what was stored last"),
-        (check.violations, "rules were broken"),
-    ];
-    for (count, what) in found.into_iter().filter(|(count, _)| *count > 0) {
-        lines.push(format!("check: {count} {what}"));
-    }
-    if !check.lost_pages.is_empty() {
-        lines.push(format!("check: lost guest pages, the first: {:?}", check.lost_pages));
-    }
-    if let Some(violation) = &check.violation {
-        lines.push(format!("check: {violation}"));
-    }
-    lines.join("\n")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -143,15 +122,5 @@ mod tests {
             ["total", "0.500000000", "12"]
         );
         assert!(text.is_ascii() && lines.iter().all(|line| *line == line.trim_end()));
-    }
-
-    #[test]
-    fn the_verdict_names_what_was_found() {
-        let clean = Check { pages: 4, ..Check::default() };
-        assert!(verdict(&clean).contains("nothing lost"));
-        let lossy = Check { lost: 2, lost_pages: vec![7, 9], ..clean };
-        let text = verdict(&lossy);
-        assert!(text.contains("2 pages changed") && text.contains("[7, 9]"), "{text}");
-        assert!(!text.contains("nothing lost"));
     }
 }

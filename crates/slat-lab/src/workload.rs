@@ -6,22 +6,51 @@ use crate::failure::Failure;
 
 mod dirty_log;
 
-/// A workload with its options.
-#[derive(Debug, Subcommand)]
-pub(crate) enum Workload {
-    /// Populate, log, dirty, collect: the kernel's dirty_log_perf_test
-    #[command(after_long_help = dirty_log::LONG_HELP, args_override_self = true, allow_negative_numbers = true)]
-    DirtyLog(Box<dirty_log::Options>),
+/// Everything that is said about each workload: its variant and module, its name on the command line, the kernel's test
+/// whose options and phases it has, and what it does.
+macro_rules! workloads {
+    ($($variant:ident($module:ident) $name:literal, as $test:literal: $what:literal)*) => {
+        /// A workload with its options.
+        #[derive(Debug, Subcommand)]
+        pub(crate) enum Workload {
+            $(
+                #[command(
+                    name = $name,
+                    about = concat!($what, ": the kernel's ", $test),
+                    after_long_help = $module::LONG_HELP,
+                    args_override_self = true,
+                    allow_negative_numbers = true,
+                )]
+                $variant(Box<$module::Options>),
+            )*
+        }
+
+        impl Workload {
+            /// Runs it and prints what it found.
+            ///
+            /// # Errors
+            /// Nonsense among the options, a run that broke off, or a check that found something.
+            pub(crate) fn run(&self) -> Result<(), Failure> {
+                match self {
+                    $(Self::$variant(options) => $module::run(options),)*
+                }
+            }
+        }
+
+        /// Name, the kernel's test, and what it does.
+        const LIST: &[[&str; 3]] = &[$([$name, $test, $what]),*];
+    };
 }
 
-impl Workload {
-    /// Runs it and prints what it found.
-    ///
-    /// # Errors
-    /// Nonsense among the options, a run that broke off, or a check that found something.
-    pub(crate) fn run(&self) -> Result<(), Failure> {
-        match self {
-            Self::DirtyLog(options) => dirty_log::run(options),
-        }
-    }
+workloads! {
+    DirtyLog(dirty_log) "dirty-log", as "dirty_log_perf_test": "Populate, log, dirty, collect"
+}
+
+/// One line for each workload.
+pub(crate) fn list() -> String {
+    let width = |column: usize| LIST.iter().map(|line| line[column].len()).max().unwrap_or(0);
+    let (names, tests) = (width(0), width(1));
+    let lines =
+        LIST.iter().map(|[name, test, what]| format!("{name:names$}  {test:tests$}  {what}"));
+    lines.collect::<Vec<_>>().join("\n")
 }

@@ -69,6 +69,7 @@ fn names_and_sizes_that_do_not_exist() {
     refused("dirty-log --eager-split 1G --granule 64k", "512M");
     refused("dirty-log --eager-split 1G --ipa-bits 32", "2M");
     refused("dirty-log --eager-split on", "eager-split");
+    refused("dirty-log --hardware-access maybe", "off, on");
     refused("dirty-log --nonsense", "unexpected argument");
     refused("no-such-workload", "unrecognized");
     refused("", "Usage");
@@ -89,6 +90,7 @@ fn lists_are_printed_on_demand() {
             &["anonymous_thp", "anonymous_hugetlb_1gb", "shmem", "shared_hugetlb"],
         ),
         ("dirty-log --help", &["--eager-split", "\"phases\"", "Exit status"]),
+        ("list", &["dirty-log", "dirty_log_perf_test"]),
         ("--version", &["slat "]),
     ] {
         let output = slat(line);

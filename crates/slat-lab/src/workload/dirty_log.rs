@@ -10,19 +10,20 @@ use std::time::{Duration, Instant};
 use slat::format::arm::{Granule, K4, K16, K64};
 use slat_vm::{LogError, LogMode};
 
+use crate::check::Check;
 use crate::failure::Failure;
 use crate::granule::GranuleSize;
 use crate::guest::{Pass, Program};
 use crate::layout::Layout;
 use crate::random::Dice;
-use crate::report::{Check, Phase, Report};
+use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
-use crate::{backing, guest_mode, model, output};
+use crate::{config, model, output};
 
 mod audit;
 mod options;
 
-use audit::{Audit, Log};
+use audit::{Audit, Found, Log};
 use options::Config;
 pub(crate) use options::{LONG_HELP, Options};
 
@@ -40,31 +41,25 @@ const POPULATE: Pass = Pass { write_percent: 100, random: false };
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    let Some(mode) = output::chosen(options.memory.mode, guest_mode::list)? else { return Ok(()) };
-    let Some(backing) = output::chosen(options.memory.backing, backing::list)? else {
-        return Ok(());
-    };
-    let (layout, config) = options.settle(backing, mode)?;
+    let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
+    let (layout, config) = options.settle(chosen)?;
     let (layout, machine) = (&layout, &options.machine);
-    let (model, memory) = model::machine(layout, backing, machine, config.vcpus, config.check)?;
+    let (model, memory) = model::machine(layout, machine, &config.guest)?;
     let ground = Ground { model: &model, memory: &memory, layout, machine };
     let (phases, check) = match layout.granule {
         GranuleSize::K4 => measure::<K4>(ground, &config),
         GranuleSize::K16 => measure::<K16>(ground, &config),
         GranuleSize::K64 => measure::<K64>(ground, &config),
     }?;
-    let mut notes: Vec<_> = layout.remark(backing).into_iter().collect();
-    if config.check {
-        notes.push("--check slows everything down: these times are no measurement".to_owned());
-    }
     let report = Report {
         workload: "dirty-log",
         backend: "model",
-        notes,
+        notes: config.guest.notes(layout),
         summary: summary(&phases, config.iterations),
         config,
         counters: phases.iter().map(|phase| phase.counters).sum(),
         phases,
+        results: (),
         check,
     };
     output::print(&report, &options.output)
@@ -88,8 +83,9 @@ fn summary(phases: &[Phase], iterations: u32) -> Vec<String> {
 fn measure<G: Granule>(
     ground: Ground<'_>,
     config: &Config,
-) -> Result<(Vec<Phase>, Option<Check>), Failure> {
-    let programs = (0..config.vcpus).map(|index| program(ground.layout, config, index)).collect();
+) -> Result<(Vec<Phase>, Option<Check<Found>>), Failure> {
+    let programs =
+        (0..config.guest.vcpus).map(|index| program(ground.layout, config, index)).collect();
     let ended = ground.play::<G, _, _>(programs, 1 + config.iterations, |stage| {
         let log = Log::new(ground.layout);
         let mut run = Run { ground, config, stage, log, audit: None };
@@ -103,7 +99,11 @@ fn measure<G: Granule>(
 fn program(layout: &Layout, config: &Config, index: u32) -> Program {
     let dice = Dice::new(config.seed, index);
     let program = Program::new(layout.gpa, layout.guest_page, layout.part(index), dice);
-    if config.check { program.checked(index, config.vcpus, !config.overlap) } else { program }
+    if config.guest.check {
+        program.checked(index, config.guest.vcpus, !config.overlap)
+    } else {
+        program
+    }
 }
 
 /// A run in progress.
@@ -119,7 +119,7 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
     fn all(&mut self) -> Result<(), Failure> {
         let config = self.config;
         self.stage.pass("populate", None, POPULATE)?;
-        if config.check {
+        if config.guest.check {
             self.audit = Some(Audit::new(self.ground.memory, self.ground.layout));
         }
         self.enable()?;
@@ -128,7 +128,7 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
             self.stage.pass("dirty", Some(iteration), pass)?;
             self.collect(iteration)?;
         }
-        if config.check {
+        if config.guest.check {
             self.storm()?;
         }
         self.disable(pass)

@@ -14,16 +14,63 @@
 //! stopped and the log has been collected once more.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::Ordering;
 
+use serde::Serialize;
 use slat_model::HostMemory;
 
-use crate::guest::{Program, page_of};
+use crate::check::Findings;
+use crate::contents::{self, word};
+use crate::guest::Program;
 use crate::layout::Layout;
-use crate::report::Check;
 
 /// Lost pages that the report names.
 const NAMED: usize = 10;
+
+/// What the audit found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Found {
+    /// Guest pages that were watched.
+    pages: u64,
+    /// Collections of the log that were compared with memory.
+    collections: u64,
+    /// How many of them while vCPUs ran.
+    collections_while_running: u64,
+    /// Page changes that the log reported, over all collections.
+    changed: u64,
+    /// Pages whose change no collection that covers it reported.
+    lost: u64,
+    /// The first of them, as guest page numbers from the start of guest memory.
+    lost_pages: Vec<u64>,
+    /// Loads that did not return what the guest had stored.
+    wrong_loads: u64,
+    /// Pages of host memory that hold what was stored elsewhere, or not what was stored last.
+    misplaced: u64,
+}
+
+impl Findings for Found {
+    const CLEAN: &'static str = "nothing lost, nothing misplaced";
+
+    fn compared(&self) -> String {
+        let Self { pages, collections, collections_while_running, changed, .. } = self;
+        format!(
+            "{pages} pages, {collections} collections of the log ({collections_while_running} while vCPUs wrote), \
+             {changed} changed pages reported"
+        )
+    }
+
+    fn wrong(&self) -> Vec<(u64, &'static str)> {
+        vec![
+            (self.lost, "pages changed and were not in the log that covers the change"),
+            (self.wrong_loads, "loads did not return what was stored last"),
+            (self.misplaced, "pages of host memory do not hold what was stored last"),
+        ]
+    }
+
+    fn named(&self) -> Option<String> {
+        let some = !self.lost_pages.is_empty();
+        some.then(|| format!("lost guest pages, the first: {:?}", self.lost_pages))
+    }
+}
 
 /// The copy, and what was found so far.
 #[derive(Debug)]
@@ -33,13 +80,13 @@ pub(crate) struct Audit<'a> {
     copy: Vec<u64>,
     sample: Vec<u64>,
     lost: BTreeSet<u64>,
-    found: Check,
+    found: Found,
 }
 
 impl<'a> Audit<'a> {
     /// Copies all of guest memory. No vCPU runs, and the log is not on yet.
     pub(crate) fn new(memory: &'a HostMemory, layout: &'a Layout) -> Self {
-        let found = Check { pages: layout.guest_pages(), ..Check::default() };
+        let found = Found { pages: layout.guest_pages(), ..Found::default() };
         let (copy, sample, lost) = (Vec::new(), Vec::new(), BTreeSet::new());
         let mut audit = Self { memory, layout, copy, sample, lost, found };
         audit.sample();
@@ -87,27 +134,13 @@ impl<'a> Audit<'a> {
     }
 
     /// The guests have ended: what they remember is in memory, where they stored it.
-    pub(crate) fn finish(mut self, programs: &[Program]) -> Check {
-        for page in 0..self.layout.guest_pages() {
-            let value = word(self.memory, self.layout, page);
-            let owner = self.layout.owner(page).and_then(|index| programs.get(index));
-            let right = match owner.and_then(|owner| owner.agrees(page, value)) {
-                Some(right) => right,
-                None => value == 0 || page_of(value) == page,
-            };
-            self.found.misplaced += u64::from(!right);
-        }
-        self.found.wrong_loads = programs.iter().map(Program::wrong_loads).sum();
+    pub(crate) fn finish(mut self, programs: &[Program]) -> Found {
+        self.found.misplaced = contents::misplaced(self.memory, self.layout, programs);
+        self.found.wrong_loads = contents::wrong_loads(programs);
         self.found.lost = self.lost.len() as u64;
         self.found.lost_pages = self.lost.into_iter().take(NAMED).collect();
         self.found
     }
-}
-
-/// The first word of a guest page, as the host sees it.
-fn word(memory: &HostMemory, layout: &Layout, page: u64) -> u64 {
-    let word = memory.word(page * layout.guest_page);
-    word.map_or(0, |word| word.load(Ordering::Relaxed))
 }
 
 /// What the last collection reported, slot by slot.
@@ -144,6 +177,7 @@ impl Log {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::sync::atomic::Ordering;
 
     use slat_model::{Backing, Model};
 

@@ -6,13 +6,14 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::backing::Backing;
+use crate::config::{self, GuestConfig};
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
-use crate::guest::MAX_CHECKED_PAGES;
 use crate::guest_mode::GuestMode;
-use crate::layout::Layout;
-use crate::options::{Clock, EagerSplit, MachineOptions, MemoryOptions, OutputOptions};
-use crate::size::Size;
+use crate::layout::{Layout, Plan};
+use crate::options::{
+    CheckOption, EagerSplit, EagerSplitOption, MachineOptions, MemoryOptions, OffsetOption,
+    OutputOptions, OverlapOption, SlotsOption,
+};
 
 /// What follows the options in `--help`.
 pub(crate) const LONG_HELP: &str = "\
@@ -33,6 +34,15 @@ Exit status: 0 done; 1 the run broke off or the check found something; 2 the com
 pub(crate) struct Options {
     #[command(flatten)]
     pub(crate) memory: MemoryOptions,
+
+    #[command(flatten)]
+    overlap: OverlapOption,
+
+    #[command(flatten)]
+    slots: SlotsOption,
+
+    #[command(flatten)]
+    offset: OffsetOption,
 
     /// Rounds of dirty, get, clear; at least 2
     #[arg(short = 'i', long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..))]
@@ -62,12 +72,14 @@ pub(crate) struct Options {
     #[arg(short = 'n', long, hide = true)]
     pub(crate) nested: bool,
 
-    /// Compare contents with the log, also while vCPUs write, and check the architecture's rules; status 1 if anything is found
-    #[arg(long)]
-    pub(crate) check: bool,
-
     #[command(flatten)]
     pub(crate) machine: MachineOptions,
+
+    #[command(flatten)]
+    split: EagerSplitOption,
+
+    #[command(flatten)]
+    check: CheckOption,
 
     #[command(flatten)]
     pub(crate) output: OutputOptions,
@@ -76,8 +88,8 @@ pub(crate) struct Options {
 /// What runs, with every default filled in: the `config` of the report.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Config {
-    pub(crate) vcpus: u32,
-    pub(crate) bytes: Size,
+    #[serde(flatten)]
+    pub(crate) guest: GuestConfig,
     pub(crate) iterations: u32,
     pub(crate) write_percent: u32,
     pub(crate) random_order: bool,
@@ -86,16 +98,7 @@ pub(crate) struct Config {
     pub(crate) run_while_disabling: bool,
     pub(crate) overlap: bool,
     pub(crate) slots: u32,
-    pub(crate) backing: Backing,
-    pub(crate) backing_page: Size,
-    pub(crate) mode: GuestMode,
-    pub(crate) gpa: u64,
-    pub(crate) granule: GranuleSize,
-    pub(crate) ipa_bits: u32,
     pub(crate) eager_split: EagerSplit,
-    pub(crate) fwb: bool,
-    pub(crate) clock: Clock,
-    pub(crate) check: bool,
 }
 
 impl Options {
@@ -103,44 +106,29 @@ impl Options {
     ///
     /// # Errors
     /// [`Failure::Usage`] with what makes no sense.
-    pub(crate) fn settle(
-        &self,
-        backing: Backing,
-        mode: GuestMode,
-    ) -> Result<(Layout, Config), Failure> {
-        let usage = |why: &str| Err(Failure::Usage(why.to_owned()));
+    pub(crate) fn settle(&self, chosen: (Backing, GuestMode)) -> Result<(Layout, Config), Failure> {
         if self.nested {
-            return usage("-n: nested guests are out of scope");
+            return Err(Failure::Usage("-n: nested guests are out of scope".to_owned()));
         }
-        if self.machine.clock == Clock::Virtual {
-            return usage("--clock virtual: not yet; --clock real is there");
-        }
-        let layout = Layout::new(&self.memory, &self.machine, backing, mode)
-            .map_err(|misfit| Failure::Usage(misfit.to_string()))?;
-        if self.check && layout.guest_pages() > MAX_CHECKED_PAGES {
-            return usage("--check: more guest pages than it can tell apart; use less memory");
-        }
+        let plan = Plan {
+            overlap: self.overlap.overlap,
+            slots: self.slots.slots,
+            offset: self.offset.offset,
+            eager_split: self.split.eager_split,
+        };
+        let check = self.check.check;
+        let (layout, guest) = config::settle(&self.memory, &self.machine, plan, chosen, check)?;
         let config = Config {
-            vcpus: self.memory.vcpus,
-            bytes: self.memory.bytes,
+            guest,
             iterations: self.iterations,
             write_percent: self.write_percent,
             random_order: self.random_order,
             seed: self.seed,
             manual_protect: !self.no_manual_protect,
             run_while_disabling: self.run_while_disabling,
-            overlap: self.memory.overlap,
-            slots: self.memory.slots,
-            backing,
-            backing_page: backing.page_size(layout.granule),
-            mode,
-            gpa: layout.gpa,
-            granule: layout.granule,
-            ipa_bits: layout.ipa_bits,
-            eager_split: self.machine.eager_split,
-            fwb: self.machine.fwb,
-            clock: self.machine.clock,
-            check: self.check,
+            overlap: plan.overlap,
+            slots: plan.slots,
+            eager_split: plan.eager_split,
         };
         Ok((layout, config))
     }
@@ -149,14 +137,9 @@ impl Options {
 impl fmt::Display for Config {
     /// Two lines: what the guest is and does; what it runs on.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { vcpus, bytes, backing, mode, slots, .. } = self;
-        let plural = |n: u32| if n == 1 { "" } else { "s" };
-        write!(
-            f,
-            "{vcpus} vCPU{} x {bytes} {backing}, {slots} slot{}",
-            plural(*vcpus),
-            plural(*slots)
-        )?;
+        let Self { guest, slots, .. } = self;
+        let plural = if *slots == 1 { "" } else { "s" };
+        write!(f, "{} x {} {}, {slots} slot{plural}", guest.crowd(), guest.bytes, guest.backing)?;
         write!(f, ", {}% writes", self.write_percent)?;
         if self.random_order {
             write!(f, " in random order (seed {})", self.seed)?;
@@ -169,17 +152,7 @@ impl fmt::Display for Config {
         if self.run_while_disabling {
             f.write_str(", running while disabling")?;
         }
-        let split = self.eager_split.chunk();
-        let split = split.map_or_else(|| "off".to_owned(), |chunk| chunk.to_string());
-        write!(
-            f,
-            "\nguest {} at {:#x}; {} granule, {}-bit IPA, eager split {split}{}; {} model",
-            mode.name,
-            self.gpa,
-            self.granule.page_size(),
-            self.ipa_bits,
-            if self.fwb { ", FWB" } else { "" },
-            if self.check { "checked" } else { "unchecked" },
-        )
+        writeln!(f)?;
+        guest.machine_line(f, &format!(", eager split {}", self.eager_split))
     }
 }

@@ -1,0 +1,109 @@
+//! What every workload is asked about its guest and machine, settled: help printed, nonsense refused, defaults filled in.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::backing::{self, Backing};
+use crate::failure::Failure;
+use crate::granule::GranuleSize;
+use crate::guest::MAX_CHECKED_PAGES;
+use crate::guest_mode::{self, GuestMode};
+use crate::layout::{Layout, Plan};
+use crate::options::{Clock, MachineOptions, MemoryOptions};
+use crate::output;
+use crate::size::Size;
+
+/// The part of a report's `config` that is the same for all workloads.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct GuestConfig {
+    pub(crate) vcpus: u32,
+    pub(crate) bytes: Size,
+    pub(crate) backing: Backing,
+    pub(crate) backing_page: Size,
+    pub(crate) mode: GuestMode,
+    pub(crate) gpa: u64,
+    pub(crate) granule: GranuleSize,
+    pub(crate) ipa_bits: u32,
+    pub(crate) fwb: bool,
+    pub(crate) hardware_access: bool,
+    pub(crate) clock: Clock,
+    pub(crate) check: bool,
+}
+
+/// What was chosen from lists, or `None` after the list was printed because `help` was.
+///
+/// # Errors
+/// [`Failure::Output`].
+pub(crate) fn choose(memory: &MemoryOptions) -> Result<Option<(Backing, GuestMode)>, Failure> {
+    let Some(mode) = output::chosen(memory.mode, guest_mode::list)? else { return Ok(None) };
+    Ok(output::chosen(memory.backing, backing::list)?.map(|backing| (backing, mode)))
+}
+
+/// Lays guest memory out.
+///
+/// # Errors
+/// [`Failure::Usage`] with what makes no sense.
+pub(crate) fn settle(
+    memory: &MemoryOptions,
+    machine: &MachineOptions,
+    plan: Plan,
+    (backing, mode): (Backing, GuestMode),
+    check: bool,
+) -> Result<(Layout, GuestConfig), Failure> {
+    let usage = |why: &str| Err(Failure::Usage(why.to_owned()));
+    if machine.clock == Clock::Virtual {
+        return usage("--clock virtual: not yet; --clock real is there");
+    }
+    let layout = Layout::new(memory, machine, plan, backing, mode)
+        .map_err(|misfit| Failure::Usage(misfit.to_string()))?;
+    if check && layout.size / layout.guest_page.min(layout.page) > MAX_CHECKED_PAGES {
+        return usage("--check: more guest pages than it can tell apart; use less memory");
+    }
+    let config = GuestConfig {
+        vcpus: memory.vcpus,
+        bytes: memory.bytes,
+        backing,
+        backing_page: backing.page_size(layout.granule),
+        mode,
+        gpa: layout.gpa,
+        granule: layout.granule,
+        ipa_bits: layout.ipa_bits,
+        fwb: machine.fwb,
+        hardware_access: machine.hardware_access.is_on(),
+        clock: machine.clock,
+        check,
+    };
+    Ok((layout, config))
+}
+
+impl GuestConfig {
+    /// What the user should know of a run like this that no number says.
+    pub(crate) fn notes(&self, layout: &Layout) -> Vec<String> {
+        let mut notes: Vec<_> = layout.remark(self.backing).into_iter().collect();
+        if self.check {
+            notes.push("--check slows everything down: these times are no measurement".to_owned());
+        }
+        notes
+    }
+
+    /// How many vCPUs.
+    pub(crate) fn crowd(&self) -> String {
+        format!("{} vCPU{}", self.vcpus, if self.vcpus == 1 { "" } else { "s" })
+    }
+
+    /// What the guest runs on, in one line; `extra` is about the workload and comes before the model.
+    pub(crate) fn machine_line(&self, f: &mut fmt::Formatter<'_>, extra: &str) -> fmt::Result {
+        write!(
+            f,
+            "guest {} at {:#x}; {} granule, {}-bit IPA{extra}{}{}; {} model",
+            self.mode.name,
+            self.gpa,
+            self.granule.page_size(),
+            self.ipa_bits,
+            if self.fwb { ", FWB" } else { "" },
+            if self.hardware_access { ", hardware access flag" } else { "" },
+            if self.check { "checked" } else { "unchecked" },
+        )
+    }
+}
