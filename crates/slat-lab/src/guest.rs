@@ -193,7 +193,7 @@ impl Program {
 
     /// One access to page `index` of the part.
     #[inline]
-    fn touch<M: GuestMemory>(
+    pub(crate) fn touch<M: GuestMemory>(
         &mut self,
         memory: &mut M,
         index: u64,

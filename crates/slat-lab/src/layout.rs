@@ -23,6 +23,12 @@ pub(crate) struct Plan {
     pub(crate) eager_split: EagerSplit,
 }
 
+impl Plan {
+    /// One slot at the top, each vCPU with a part of its own.
+    pub(crate) const PLAIN: Self =
+        Self { overlap: false, slots: 1, offset: None, eager_split: EagerSplit::Off };
+}
+
 /// A layout that holds together.
 #[derive(Clone, Debug)]
 pub(crate) struct Layout {
@@ -167,11 +173,17 @@ impl Layout {
         self.slot_size() / self.page
     }
 
-    /// The largest block that is not larger than a page of the backing.
-    fn fitting_block(&self, backing: Backing) -> Option<Size> {
+    /// Bytes of the leaves that map guest memory where nothing forbids large ones.
+    pub(crate) fn leaf_size(&self, backing: Backing) -> Size {
+        let congruent = |block: &Size| self.gpa.is_multiple_of(block.0);
+        self.fitting_blocks(backing).rev().find(congruent).unwrap_or(Size(self.page))
+    }
+
+    /// The blocks that are not larger than a page of the backing, ascending.
+    fn fitting_blocks(&self, backing: Backing) -> impl DoubleEndedIterator<Item = Size> + use<> {
         let backing_page = backing.page_size(self.granule);
-        let blocks = self.granule.block_sizes(self.ipa_bits);
-        blocks.into_iter().rev().find(|block| *block <= backing_page)
+        let blocks = self.granule.block_sizes(self.ipa_bits).into_iter();
+        blocks.filter(move |block| *block <= backing_page)
     }
 
     /// Why guest memory is mapped with smaller leaves than its backing would allow; `None` if it is not.
@@ -180,7 +192,7 @@ impl Layout {
         if backing_page.0 == self.page {
             return None;
         }
-        let Some(block) = self.fitting_block(backing) else {
+        let Some(block) = self.fitting_blocks(backing).next_back() else {
             return Some(format!(
                 "{backing_page} pages back guest memory, but the {} granule has no block that small ({}): \
                  it is mapped by pages",
@@ -348,6 +360,22 @@ mod tests {
         assert!(matches!(refused("--eager-split 1M"), Misfit::Chunk { .. }));
         assert!(matches!(refused("--eager-split 2M --granule 16k"), Misfit::Chunk { .. }));
         assert!(matches!(refused("--eager-split 1G --ipa-bits 32"), Misfit::Chunk { .. }));
+    }
+
+    #[test]
+    fn the_largest_leaf_is_what_backing_granule_and_place_allow() {
+        let leaf = |line: &str| {
+            let (layout, backing) = try_lay_out(line).unwrap();
+            layout.leaf_size(backing).to_string()
+        };
+        assert_eq!(leaf("-s anonymous"), "4K");
+        assert_eq!(leaf("-s anonymous_thp"), "2M");
+        assert_eq!(leaf("-s anonymous_hugetlb_1gb"), "1G");
+        assert_eq!(leaf("-s anonymous_hugetlb_1gb --granule 16k"), "32M");
+        assert_eq!(leaf("-s anonymous_hugetlb_64kb"), "4K");
+        assert_eq!(leaf("-s anonymous_hugetlb_32mb"), "2M");
+        assert_eq!(leaf("-s anonymous_thp -p 0x1000"), "4K");
+        assert_eq!(leaf("-s anonymous_hugetlb_1gb -p 0x200000"), "2M");
     }
 
     #[test]

@@ -24,6 +24,7 @@ mod report;
 mod size;
 mod stage;
 mod table;
+mod translations;
 mod workload;
 
 use failure::Failure;

@@ -5,6 +5,7 @@ use clap::Subcommand;
 use crate::failure::Failure;
 
 mod dirty_log;
+mod page_table;
 
 /// Everything that is said about each workload: its variant and module, its name on the command line, the kernel's test
 /// whose options and phases it has, and what it does.
@@ -44,6 +45,7 @@ macro_rules! workloads {
 
 workloads! {
     DirtyLog(dirty_log) "dirty-log", as "dirty_log_perf_test": "Populate, log, dirty, collect"
+    PageTable(page_table) "page-table", as "kvm_page_table_test": "Map, split under a log, make blocks again"
 }
 
 /// One line for each workload.

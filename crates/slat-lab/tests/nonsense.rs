@@ -69,10 +69,37 @@ fn names_and_sizes_that_do_not_exist() {
     refused("dirty-log --eager-split 1G --granule 64k", "512M");
     refused("dirty-log --eager-split 1G --ipa-bits 32", "2M");
     refused("dirty-log --eager-split on", "eager-split");
-    refused("dirty-log --hardware-access maybe", "off, on");
     refused("dirty-log --nonsense", "unexpected argument");
     refused("no-such-workload", "unrecognized");
     refused("", "Usage");
+}
+
+#[test]
+fn options_that_a_workloads_kernel_test_has_not() {
+    for line in ["page-table -o", "page-table -x 2", "page-table -i 3"] {
+        refused(line, "unexpected argument");
+    }
+}
+
+#[test]
+fn nonsense_of_every_workload() {
+    for workload in ["dirty-log", "page-table"] {
+        let refused = |options: &str, why: &str| refused(&format!("{workload} {options}"), why);
+        refused("-b 0", "needs memory");
+        refused("-b 1.5G", "whole number");
+        refused("-b 2T", "40-bit");
+        refused("-b 99999999999999999999", "64 bits");
+        refused("-v 0", "1..=1024");
+        refused("-v 1025", "1..=1024");
+        refused("-m 9", "-m help");
+        refused("-s hugetlb", "-s help");
+        refused("-s anonymous_hugetlb_16kb --granule 64k", "no pages of 16K");
+        refused("--granule 8k", "4k");
+        refused("--ipa-bits 31", "32..=52");
+        refused("--hardware-access maybe", "off, on");
+        refused("--clock virtual", "not yet");
+        refused("--nonsense", "unexpected argument");
+    }
 }
 
 #[test]
@@ -90,7 +117,7 @@ fn lists_are_printed_on_demand() {
             &["anonymous_thp", "anonymous_hugetlb_1gb", "shmem", "shared_hugetlb"],
         ),
         ("dirty-log --help", &["--eager-split", "\"phases\"", "Exit status"]),
-        ("list", &["dirty-log", "dirty_log_perf_test"]),
+        ("list", &["dirty-log", "dirty_log_perf_test", "page-table", "kvm_page_table_test"]),
         ("--version", &["slat "]),
     ] {
         let output = slat(line);

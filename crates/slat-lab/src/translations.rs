@@ -1,0 +1,93 @@
+//! What the tables say about guest memory while no vCPU runs: how large its leaves are, and whether they lead where the
+//! host has put the pages.
+
+use std::collections::BTreeMap;
+
+use serde::{Serialize, Serializer};
+use slat::format::arm::Granule;
+use slat::{Gpa, Lookup};
+
+use crate::crew::Guest;
+use crate::size::Size;
+use crate::stage::{Ground, Stage};
+
+/// The leaf that translates a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Translation {
+    /// Bytes of the leaf.
+    pub(crate) leaf: u64,
+    /// Whether it leads to the host's page.
+    pub(crate) right: bool,
+    /// Its access flag.
+    pub(crate) young: bool,
+}
+
+/// All of guest memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Survey {
+    /// How many leaves of each size.
+    #[serde(serialize_with = "by_size")]
+    pub(crate) leaves: BTreeMap<u64, u64>,
+    /// Pages of the host that no leaf translates.
+    pub(crate) unmapped: u64,
+    /// Pages whose leaf leads elsewhere.
+    #[serde(skip)]
+    pub(crate) elsewhere: u64,
+}
+
+impl Survey {
+    /// Its leaves, as `512 x 4K, 3 x 2M`.
+    pub(crate) fn sizes(&self) -> String {
+        let leaves = self.leaves.iter().map(|(size, count)| format!("{count} x {}", Size(*size)));
+        let leaves: Vec<_> = leaves.collect();
+        if leaves.is_empty() { "nothing".to_owned() } else { leaves.join(", ") }
+    }
+}
+
+/// As a list, ascending, since sizes are numbers.
+fn by_size<S: Serializer>(leaves: &BTreeMap<u64, u64>, serializer: S) -> Result<S::Ok, S::Error> {
+    #[derive(Serialize)]
+    struct Leaves {
+        size: u64,
+        count: u64,
+    }
+    serializer.collect_seq(leaves.iter().map(|(&size, &count)| Leaves { size, count }))
+}
+
+impl<G: Granule, P: Guest> Stage<'_, '_, G, P> {
+    /// The leaf at an offset from the start of guest memory; `None` if there is none.
+    pub(crate) fn translation(&self, ground: Ground<'_>, offset: u64) -> Option<Translation> {
+        let tree = self.vm.tree();
+        let gpa = Gpa(ground.layout.gpa + offset);
+        let found = tree.look_up(&self.worker.participant().pin(), gpa);
+        let Ok(Lookup::Mapped { output, level, template }) = found else { return None };
+        Some(Translation {
+            leaf: tree.geometry().size(level),
+            right: ground.memory.page(offset).is_some_and(|page| page.hpa == output),
+            young: tree.attributes(template).accessed,
+        })
+    }
+
+    /// Looks at every page of the host; `each` gets its offset and what translates it.
+    pub(crate) fn survey(
+        &self,
+        ground: Ground<'_>,
+        mut each: impl FnMut(u64, Option<&Translation>),
+    ) -> Survey {
+        let layout = ground.layout;
+        let mut survey = Survey::default();
+        for offset in (0..layout.size).step_by(layout.page as usize) {
+            let found = self.translation(ground, offset);
+            each(offset, found.as_ref());
+            let Some(Translation { leaf, right, .. }) = found else {
+                survey.unmapped += 1;
+                continue;
+            };
+            survey.elsewhere += u64::from(!right);
+            if offset == 0 || (layout.gpa + offset).is_multiple_of(leaf) {
+                *survey.leaves.entry(leaf).or_default() += 1;
+            }
+        }
+        survey
+    }
+}
