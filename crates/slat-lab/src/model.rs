@@ -120,6 +120,11 @@ impl ModelHost {
         Self(Arc::new(host))
     }
 
+    /// A host that others look at too.
+    pub(crate) fn shared(host: Arc<impl Host + Send + 'static>) -> Self {
+        Self(host)
+    }
+
     /// A host that gives every page of `memory` at once.
     pub(crate) fn of(memory: &Arc<HostMemory>) -> Self {
         Self::new(HostPages { memory: Arc::clone(memory) })

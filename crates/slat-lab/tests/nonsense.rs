@@ -76,14 +76,32 @@ fn names_and_sizes_that_do_not_exist() {
 
 #[test]
 fn options_that_a_workloads_kernel_test_has_not() {
-    for line in ["page-table -o", "page-table -x 2", "page-table -i 3"] {
+    for line in [
+        "page-table -o",
+        "page-table -x 2",
+        "page-table -i 3",
+        "demand-paging -x 2",
+        "demand-paging -p 0x1000",
+        "demand-paging --eager-split 2M",
+    ] {
         refused(line, "unexpected argument");
     }
 }
 
 #[test]
+fn userfaults_that_cannot_be() {
+    refused("demand-paging -u missing", "MISSING, MINOR");
+    refused("demand-paging -u", "value is required");
+    refused("demand-paging -u MINOR", "only in shared memory");
+    refused("demand-paging -u MINOR -s anonymous_hugetlb_2mb", "only in shared memory");
+    refused("demand-paging -u MISSING -r 0", "1..=1024");
+    refused("demand-paging -u MISSING -d -1", "invalid");
+    refused("demand-paging -u MISSING -d soon", "invalid");
+}
+
+#[test]
 fn nonsense_of_every_workload() {
-    for workload in ["dirty-log", "page-table"] {
+    for workload in ["dirty-log", "page-table", "demand-paging"] {
         let refused = |options: &str, why: &str| refused(&format!("{workload} {options}"), why);
         refused("-b 0", "needs memory");
         refused("-b 1.5G", "whole number");
