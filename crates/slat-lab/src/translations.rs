@@ -33,6 +33,9 @@ pub(crate) struct Survey {
     /// Pages whose leaf leads elsewhere.
     #[serde(skip)]
     pub(crate) elsewhere: u64,
+    /// Leaves with the access flag.
+    #[serde(skip)]
+    pub(crate) young: u64,
 }
 
 impl Survey {
@@ -79,13 +82,14 @@ impl<G: Granule, P: Guest> Stage<'_, '_, G, P> {
         for offset in (0..layout.size).step_by(layout.page as usize) {
             let found = self.translation(ground, offset);
             each(offset, found.as_ref());
-            let Some(Translation { leaf, right, .. }) = found else {
+            let Some(Translation { leaf, right, young }) = found else {
                 survey.unmapped += 1;
                 continue;
             };
             survey.elsewhere += u64::from(!right);
             if offset == 0 || (layout.gpa + offset).is_multiple_of(leaf) {
                 *survey.leaves.entry(leaf).or_default() += 1;
+                survey.young += u64::from(young);
             }
         }
         survey

@@ -4,6 +4,7 @@ use clap::Subcommand;
 
 use crate::failure::Failure;
 
+mod access_tracking;
 mod demand_paging;
 mod dirty_log;
 mod page_table;
@@ -48,6 +49,7 @@ workloads! {
     DirtyLog(dirty_log) "dirty-log", as "dirty_log_perf_test": "Populate, log, dirty, collect"
     PageTable(page_table) "page-table", as "kvm_page_table_test": "Map, split under a log, make blocks again"
     DemandPaging(demand_paging) "demand-paging", as "demand_paging_test": "Write to pages that a handler must serve first"
+    AccessTracking(access_tracking) "access-tracking", as "access_tracking_perf_test": "Use memory that was marked idle"
 }
 
 /// One line for each workload.

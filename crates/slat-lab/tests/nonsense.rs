@@ -83,6 +83,9 @@ fn options_that_a_workloads_kernel_test_has_not() {
         "demand-paging -x 2",
         "demand-paging -p 0x1000",
         "demand-paging --eager-split 2M",
+        "access-tracking -x 2",
+        "access-tracking -p 0x1000",
+        "access-tracking -w 50",
     ] {
         refused(line, "unexpected argument");
     }
@@ -101,7 +104,7 @@ fn userfaults_that_cannot_be() {
 
 #[test]
 fn nonsense_of_every_workload() {
-    for workload in ["dirty-log", "page-table", "demand-paging"] {
+    for workload in ["dirty-log", "page-table", "demand-paging", "access-tracking"] {
         let refused = |options: &str, why: &str| refused(&format!("{workload} {options}"), why);
         refused("-b 0", "needs memory");
         refused("-b 1.5G", "whole number");
@@ -135,7 +138,17 @@ fn lists_are_printed_on_demand() {
             &["anonymous_thp", "anonymous_hugetlb_1gb", "shmem", "shared_hugetlb"],
         ),
         ("dirty-log --help", &["--eager-split", "\"phases\"", "Exit status"]),
-        ("list", &["dirty-log", "dirty_log_perf_test", "page-table", "kvm_page_table_test"]),
+        (
+            "list",
+            &[
+                "dirty-log",
+                "dirty_log_perf_test",
+                "page-table",
+                "kvm_page_table_test",
+                "demand-paging",
+                "access-tracking",
+            ],
+        ),
         ("--version", &["slat "]),
     ] {
         let output = slat(line);
