@@ -15,8 +15,16 @@ fn report(options: &str) -> Value {
 fn checked(options: &str) -> Value {
     let report = report(&format!("--check {options}"));
     let check = &report["check"];
-    let wrong =
-        ["unserved", "unasked", "elsewhere", "unfilled", "wrong_loads", "misplaced", "violations"];
+    let wrong = [
+        "unserved",
+        "unasked",
+        "miscounted",
+        "elsewhere",
+        "unfilled",
+        "wrong_loads",
+        "misplaced",
+        "violations",
+    ];
     for count in wrong {
         assert_eq!(check[count], 0, "{options}: {check}");
     }

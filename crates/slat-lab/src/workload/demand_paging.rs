@@ -135,15 +135,20 @@ fn measure<G: Granule>(ground: Ground<'_>, config: &Config) -> Result<Measured, 
         guest_page: ground.layout.guest_page,
     };
     let userfault = Arc::new(Userfault::new(Arc::clone(ground.memory), mode, division));
-    thread::scope(|scope| {
+    let measured = thread::scope(|scope| {
         let close = CloseAtEnd(&userfault);
         start_handlers(scope, config, &userfault)
             .map_err(|error| Failure::Run(format!("no thread for a handler: {error}")))?;
         let measured = play::<G>(ground, config, Some(&userfault));
         drop(close);
         measured
-    })
-    .map(|measured| Measured { served: Some(userfault.served()), ..measured })
+    })?;
+    let served = userfault.served();
+    let check = measured.check.map(|mut check| {
+        check.found.count(served, userfault.present());
+        check
+    });
+    Ok(Measured { served: Some(served), check, ..measured })
 }
 
 fn start_handlers<'scope>(

@@ -6,7 +6,7 @@ use serde::Serialize;
 use slat::format::arm::Granule;
 
 use super::source;
-use super::userfault::{Mode, Userfault};
+use super::userfault::{Mode, Served, Userfault};
 use crate::check::Findings;
 use crate::contents;
 use crate::guest::Program;
@@ -22,6 +22,8 @@ pub(crate) struct Found {
     unserved: u64,
     /// Pages of the host that are mapped or served although no guest has touched any of the page that is served.
     unasked: u64,
+    /// Pages that were served more than once, and requests that nobody has looked at.
+    miscounted: u64,
     /// Translations that lead elsewhere than to the page.
     elsewhere: u64,
     /// Guest pages without the contents that the handler has copied.
@@ -58,6 +60,12 @@ impl Found {
         found
     }
 
+    /// Counts, when the handlers have ended: `present` pages have come.
+    pub(crate) fn count(&mut self, done: Served, present: u64) {
+        let Served { requests, served, duplicates } = done;
+        self.miscounted = served.abs_diff(present) + requests.abs_diff(served + duplicates);
+    }
+
     /// Looks at contents, when the guests have ended.
     pub(crate) fn finish(&mut self, ground: Ground<'_>, mode: Option<Mode>, guests: &[Program]) {
         let layout = ground.layout;
@@ -85,10 +93,28 @@ impl Findings for Found {
         vec![
             (self.unserved, "pages were written and not served, or are not mapped"),
             (self.unasked, "pages are mapped or served that no guest has touched"),
+            (self.miscounted, "pages were served more than once, or requests not at all"),
             (self.elsewhere, "translations lead elsewhere than to the page"),
             (self.unfilled, "pages do not have the contents that were copied"),
             (self.wrong_loads, "loads did not return what was stored last"),
             (self.misplaced, "pages of host memory do not hold what was stored last"),
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_request_is_served_or_a_duplicate_and_each_page_served_once() {
+        let miscounted = |(requests, served, duplicates), present| {
+            let mut found = Found::default();
+            found.count(Served { requests, served, duplicates }, present);
+            found.miscounted
+        };
+        assert_eq!(miscounted((10, 8, 2), 8), 0);
+        assert_eq!(miscounted((10, 8, 2), 7), 1);
+        assert_eq!(miscounted((10, 7, 2), 7), 1);
     }
 }

@@ -25,7 +25,7 @@ each of its pages).
 
 --json prints one object as dirty-log does, and \"demand\": {\"pages_per_second_per_vcpu\", \"pages_per_second\", \
 \"userfault\"}, where userfault is null without -u and otherwise has requests, served and duplicates. \"check\" is null \
-without --check; otherwise it has pages, unserved, unasked, elsewhere, unfilled, wrong_loads, misplaced, violations and \
+without --check; otherwise it has pages, unserved, unasked, miscounted, elsewhere, unfilled, wrong_loads, misplaced, violations and \
 violation.
 
 Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";

@@ -202,6 +202,12 @@ impl Userfault {
         state.is_some_and(|state| state.load(Ordering::Acquire) == PRESENT)
     }
 
+    /// How many pages have been served.
+    pub(crate) fn present(&self) -> u64 {
+        let present = |state: &&AtomicU8| state.load(Ordering::Acquire) == PRESENT;
+        self.pages.iter().filter(present).count() as u64
+    }
+
     /// What was done so far.
     pub(crate) fn served(&self) -> Served {
         Served {
