@@ -137,6 +137,9 @@ fn lists_are_printed_on_demand() {
             "dirty-log -s help",
             &["anonymous_thp", "anonymous_hugetlb_1gb", "shmem", "shared_hugetlb"],
         ),
+        ("page-table --help", &["Memory of all vCPUs together", "\"check\"", "Exit status"]),
+        ("demand-paging --help", &["MISSING", "\"demand\"", "Exit status"]),
+        ("access-tracking --help", &["--no-flush", "\"idle\"", "Exit status"]),
         ("dirty-log --help", &["--eager-split", "\"phases\"", "Exit status"]),
         (
             "list",

@@ -30,6 +30,7 @@ Exit status: 0 done; 1 the run broke off or the check found something; 2 the com
 
 /// Options of `page-table`.
 #[derive(Clone, Debug, Args)]
+#[command(mut_arg("bytes", |bytes| bytes.help("Memory of all vCPUs together, such as 256M or 4G")))]
 pub(crate) struct Options {
     #[command(flatten)]
     pub(crate) memory: MemoryOptions,
