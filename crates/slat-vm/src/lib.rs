@@ -81,6 +81,7 @@ mod lock;
 mod log;
 mod lookup;
 mod memslots;
+mod monitor;
 mod prefault;
 mod private;
 mod progress;
@@ -113,6 +114,9 @@ pub use invalidate::{Guard, InvalidateError};
 pub use log::{LogError, LogMode};
 pub use lookup::LookUpError;
 pub use memslots::{Slot, SlotChange};
+pub use monitor::MonitorLog;
+#[cfg(feature = "vm-memory")]
+pub use monitor::MonitorSlice;
 pub use prefault::{PreFault, PreFaultError};
 pub use private::PrivateError;
 pub use ring::{DirtyPage, DirtyRing};
