@@ -14,12 +14,13 @@ use alloc::vec::Vec;
 use crate::SlotId;
 use crate::heap::{OutOfMemory, with_room};
 use crate::lock::Lock;
+use crate::sabotage::{Skip, skips};
 use crate::shared::Shared;
 use crate::sync::{AtomicU64, Ordering};
 
 /// Entries that are left free when a vCPU is told that its ring is full: what it may still fill before it is out of the
 /// guest.
-const LEFT: u64 = 64;
+const LEFT: u64 = if cfg!(loom) { 1 } else { 64 };
 
 const DIRTY: u64 = 1;
 const HARVESTED: u64 = 2;
@@ -55,7 +56,7 @@ impl Ring {
     /// A ring of so many entries, a power of two above `LEFT`.
     pub(crate) fn new(entries: u32) -> Result<Self, OutOfMemory> {
         let mut ring = with_room(entries as usize)?;
-        let empty = || Entry { state: AtomicU64::new(0), page: AtomicU64::new(0) };
+        let empty = || Entry { state: AtomicU64::new(0), page: AtomicU64::new(u64::MAX) };
         ring.extend((0..entries).map(|_| empty()));
         let zero = || AtomicU64::new(0);
         let (pushed, harvested, reset) = (zero(), zero(), zero());
@@ -85,10 +86,15 @@ impl Ring {
     pub(crate) fn push(&self, id: SlotId, page: u64) {
         let count = self.pushed.load(Ordering::Relaxed);
         let entry = self.entry(count);
-        entry.page.store(page, Ordering::Relaxed);
+        if !skips(Skip::PageFirst) {
+            entry.page.store(page, Ordering::Relaxed);
+        }
         let slot = u64::from(id.space) << SPACE_SHIFT | u64::from(id.number) << NUMBER_SHIFT;
         // Release: the page is there before the entry is dirty, and writable in its table.
         entry.state.store(slot | DIRTY, Ordering::Release);
+        if skips(Skip::PageFirst) {
+            entry.page.store(page, Ordering::Relaxed);
+        }
         self.pushed.store(count.wrapping_add(1), Ordering::Relaxed);
     }
 

@@ -21,6 +21,10 @@ pub enum Skip {
     TakeFirst,
     /// Rule 8: a collection protects what another has taken and not protected yet.
     OpenCollections,
+    /// Rule 8: a page is stored in a ring's entry before the entry is dirty; instead after.
+    PageFirst,
+    /// Rule 8: a collection waits for dirty state that unmaps have taken and not marked yet.
+    Transit,
     /// Rule 10: the grace period between the publication of a slot's version and what is done because of it.
     SlotGrace,
     /// Rule 10: an installer checks the slot's version in the pin of its exchange.

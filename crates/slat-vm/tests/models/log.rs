@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use loom::sync::atomic::{AtomicU64, Ordering};
 use slat_vm::sabotage::Skip;
-use slat_vm::{LogMode, Worker};
+use slat_vm::{FaultKind, LogMode, Worker};
 
 use crate::machine::Tables;
 use crate::world::{Guest, Model, SLOT, World};
@@ -134,6 +134,39 @@ fn every_first_write_during_a_collection_is_in_it_or_in_the_next() {
 #[should_panic(expected = "a write is lost")]
 fn a_write_is_lost_if_the_bit_is_set_before_the_entry_is_writable() {
     Model::without(Skip::MarkLast).preemptions(3).explore(collection_against_a_first_write);
+}
+
+/// The same where the write takes the short way: the page is mapped, and only the log is in its way.
+fn collection_against_a_fast_write(world: World) {
+    let page = Page::new();
+    let mut worker = world.worker();
+    world.vm.enable_log(&mut worker, SLOT, LogMode::Protect).unwrap();
+    let mut guest = world.guest();
+    guest.kind = FaultKind::Permission;
+    page.write(&mut guest);
+    page.collect(world, &mut worker);
+    let guest = guest.spawn({
+        let page = page.clone();
+        move |guest| {
+            page.write(guest);
+            guest.vcpu.statistics().fast
+        }
+    });
+    page.collect(world, &mut worker);
+    let (_, fast) = guest.join();
+    world.expect(fast > 0, "the write did not take the short way");
+    page.finish(world, &mut worker);
+}
+
+#[test]
+fn every_fast_write_during_a_collection_is_in_it_or_in_the_next() {
+    Model::new().preemptions(3).explore(collection_against_a_fast_write);
+}
+
+#[test]
+#[should_panic(expected = "a write is lost")]
+fn a_fast_write_is_lost_if_its_bit_is_set_before_the_entry_is_writable() {
+    Model::without(Skip::MarkLast).preemptions(3).explore(collection_against_a_fast_write);
 }
 
 /// Two threads collect a page that was written.

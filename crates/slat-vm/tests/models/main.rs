@@ -18,7 +18,9 @@ mod machine;
 #[allow(dead_code, reason = "the engine's models use all of it")]
 mod tlb;
 
+mod hardware;
 mod host;
 mod log;
+mod ring;
 mod slots;
 mod world;

@@ -21,17 +21,24 @@ use crate::machine::Tables;
 pub(crate) struct Model {
     preemptions: usize,
     left_out: Option<Skip>,
+    /// Hardware keeps dirty state.
+    hardware: bool,
 }
 
 impl Model {
     /// At most two preemptions in an execution.
     pub(crate) fn new() -> Self {
-        Self { preemptions: 2, left_out: None }
+        Self { preemptions: 2, left_out: None, hardware: false }
     }
 
     /// The same, while a step is left out.
     pub(crate) fn without(step: Skip) -> Self {
         Self { left_out: Some(step), ..Self::new() }
+    }
+
+    /// On a machine that keeps dirty state.
+    pub(crate) fn hardware(self) -> Self {
+        Self { hardware: true, ..self }
     }
 
     /// More of them, where that takes less than a minute, or where a variant needs them to fail.
@@ -52,7 +59,7 @@ impl Model {
         builder.check(move || {
             counted.fetch_add(1, Ordering::Relaxed);
             leave_out(self.left_out);
-            let world = World::new();
+            let world = World::new(self.hardware);
             model(world);
             let verdict = world.end();
             leave_out(None);
@@ -101,11 +108,13 @@ pub(crate) struct World {
 pub(crate) const SLOT: u32 = 5;
 
 impl World {
-    fn new() -> Self {
+    fn new(hardware: bool) -> Self {
         let format = Tiny::levels(2);
+        let format = if hardware { format.with_hardware_dirty() } else { format };
         let machine: &'static Tables = Box::leak(Box::new(Tables::new(format, 3, 1)));
         let memory = Memory { first: AtomicU64::new(host(0).0) };
-        let options = VmOptions { coherent_data: true, ..VmOptions::default() };
+        let dirty_ring = Some(4);
+        let options = VmOptions { coherent_data: true, dirty_ring, ..VmOptions::default() };
         let vm = Box::leak(Box::new(Vm::new(machine, memory, format, 1, options).unwrap()));
         machine.set_root(vm.tree().root());
         let world = Self { machine, vm };
@@ -132,7 +141,8 @@ impl World {
 
     /// The guest's CPU with its vCPU.
     pub(crate) fn guest(self) -> Guest {
-        Guest { world: self, vcpu: self.vm.vcpu().unwrap(), exits: 0 }
+        let kind = FaultKind::Translation;
+        Guest { world: self, vcpu: self.vm.vcpu().unwrap(), kind, exits: 0 }
     }
 
     /// Remembers `what` as a violation, unless `holds`.
@@ -162,6 +172,8 @@ impl World {
 pub(crate) struct Guest {
     pub(crate) world: World,
     pub(crate) vcpu: Vcpu<'static, Tables>,
+    /// How it reports the faults of its writes.
+    pub(crate) kind: FaultKind,
     exits: usize,
 }
 
@@ -194,7 +206,7 @@ impl Guest {
                 self.world.machine.violation("a page faults for ever");
                 return false;
             }
-            match self.fault(Access::Write, FaultKind::Translation) {
+            match self.fault(Access::Write, self.kind) {
                 Exit::Resume => {}
                 Exit::Retry => self.world.machine.relax(),
                 _ => return false,
