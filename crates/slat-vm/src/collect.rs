@@ -5,7 +5,7 @@
 //! not yet protected protects them too: a counter in the log says that this may be so (as rule 9 does for
 //! invalidations), so when any collection returns, no page is writable whose bit is clear.
 
-use slat::{Format, Gpa, GpaRange, Machine};
+use slat::{Format, Gpa, GpaRange, Machine, Participant};
 
 use crate::bitmap::{Bitmap, SECTION, Taken};
 use crate::log::{Log, LogError, LogMode};
@@ -160,7 +160,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             for (word, bits) in (0..).zip(bitmap.iter()) {
                 for page in (0..SECTION).filter(|page| bits >> page & 1 == 1) {
                     let gpa = Gpa(start + ((word * SECTION + page) << F::PAGE_SHIFT));
-                    self.mark_taken(worker, subject.id.space, gpa);
+                    self.mark_taken(&worker.hands.participant, subject.id.space, gpa);
                 }
             }
         }
@@ -185,8 +185,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     }
 
     /// Marks a page whose entry was dirty and is not any more, in the log that its slot has now.
-    pub(crate) fn mark_taken(&self, worker: &Worker<'m, M>, space: u16, gpa: Gpa) {
-        let pin = worker.hands.participant.pin();
+    pub(crate) fn mark_taken(&self, who: &Participant<'m, M>, space: u16, gpa: Gpa) {
+        let pin = who.pin();
         let Ok(map) = self.slots.read(&pin) else { return };
         if let Some(version) = map.find(space, gpa, &mut 0)
             && let Some(log) = version.writes()

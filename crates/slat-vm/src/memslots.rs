@@ -240,7 +240,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             let mut edges = Edges::Exact;
             let mut rest = Some(range);
             while let Some(part) = rest {
-                rest = match tree.unmap(change.who(), reserve, part, edges, &mut dirty) {
+                rest = match self.unmap_in(tree, (change.who(), reserve), part, edges, &mut dirty) {
                     Ok(_) => None,
                     Err(Error::NeedTables { at, tables }) => {
                         // Nothing of a slot reaches beyond it, so this is rare; and then losing the neighbours'

@@ -1,6 +1,6 @@
 //! Taking a range out of a tree, with the dirty state that hardware has kept there going to the log.
 
-use slat::{Edges, Format, Gpa, GpaRange, Machine};
+use slat::{Edges, Error, Format, Gpa, GpaRange, Machine, Memory, Participant, Reserve, Tree};
 
 use crate::hands::Hands;
 use crate::{Host, InvalidateError, Vm, Worker};
@@ -43,20 +43,19 @@ impl Taken {
 
 impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Unmaps `range` in an address space without needing memory: a block that reaches beyond it goes as a whole. Pages
-    /// that hardware had marked dirty are in their slot's log when it returns.
+    /// that hardware had marked dirty are in their slot's log when it returns, and what the guest has written past the
+    /// caches is seen by the host.
     pub(crate) fn unmap_whole(
         &self,
         worker: &mut Worker<'m, M>,
         space: u16,
         range: GpaRange,
     ) -> Result<(), InvalidateError> {
+        let Hands { participant, reserve, .. } = &mut worker.hands;
         for tree in self.trees(space) {
-            let whole = |hands: &mut Hands<'m, M>, part, dirty: &mut dyn FnMut(GpaRange)| {
-                let Hands { participant, reserve, .. } = hands;
-                tree.unmap(participant, reserve, part, Edges::Whole, dirty)
-            };
             if !tree.format().tracks_dirty() {
-                whole(&mut worker.hands, range, &mut |_| {}).map_err(InvalidateError::Tree)?;
+                self.unmap_in(tree, (participant, reserve), range, Edges::Whole, |_| {})
+                    .map_err(InvalidateError::Tree)?;
                 continue;
             }
             let mut at = range.start().0;
@@ -68,9 +67,11 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
                 let mut taken = Taken { part, page_shift, pages, block: None };
                 // Rule 8: from the first exchange until the pages are marked, collections know of it.
                 let moving = self.transit.enter();
-                let unmapped = whole(&mut worker.hands, part, &mut |dirty| taken.hear(dirty));
+                let hear = |dirty| taken.hear(dirty);
+                let unmapped =
+                    self.unmap_in(tree, (participant, reserve), part, Edges::Whole, hear);
                 for gpa in taken.pages() {
-                    self.mark_taken(worker, space, gpa);
+                    self.mark_taken(participant, space, gpa);
                 }
                 drop(moving);
                 unmapped.map_err(InvalidateError::Tree)?;
@@ -78,5 +79,29 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             }
         }
         Ok(())
+    }
+
+    /// The engine's unmap, with the cache maintenance that a guest makes necessary which can bypass the caches: what
+    /// it has written in memory must not be hidden by a line that was there before (Arm ARM DDI 0487,
+    /// part B2, "Mismatched memory attributes").
+    pub(crate) fn unmap_in(
+        &self,
+        tree: &Tree<'m, F, M>,
+        (participant, reserve): (&mut Participant<'m, M>, &mut Reserve<'m, M>),
+        range: GpaRange,
+        edges: Edges,
+        mut dirty: impl FnMut(GpaRange),
+    ) -> Result<u64, Error> {
+        if self.options.coherent_data {
+            return tree.unmap(participant, reserve, range, edges, dirty);
+        }
+        tree.unmap_leaves(participant, reserve, range, edges, |leaf| {
+            if tree.attributes(leaf.template).memory == Memory::Normal {
+                self.machine().clean_data(leaf.output, leaf.range.size());
+            }
+            if leaf.dirty {
+                dirty(leaf.range);
+            }
+        })
     }
 }

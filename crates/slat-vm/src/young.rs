@@ -33,6 +33,25 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         self.age(worker, range, true)
     }
 
+    /// [`clear_young`](Self::clear_young), and takes the translations out of every CPU's TLB where there were any, so that
+    /// the very next use of each page sets its flag. Costs also one invalidation for each address space.
+    ///
+    /// # Errors
+    /// [`InvalidateError::OtherMachine`], [`InvalidateError::Tree`].
+    pub fn clear_flush_young(
+        &self,
+        worker: &mut Worker<'m, M>,
+        range: GpaRange,
+    ) -> Result<u64, InvalidateError> {
+        let young = self.age(worker, range, true)?;
+        if let Some(range) = self.whole_pages(range).filter(|_| young > 0) {
+            for tree in self.all_trees() {
+                tree.flush(&worker.hands.participant, range).map_err(InvalidateError::Tree)?;
+            }
+        }
+        Ok(young)
+    }
+
     /// [`test_young`](Self::test_young) of what lies behind host addresses, wherever in the guest that is mapped.
     ///
     /// # Errors

@@ -293,3 +293,31 @@ fn two_slots_with_the_same_memory_see_each_others_writes() {
     drop(guest);
     finish(vm, vec![worker]);
 }
+
+#[test]
+fn without_coherent_data_unmapping_a_normal_page_cleans_exactly_that_page() {
+    let machine = Watched::new(1);
+    for coherent_data in [false, true] {
+        let options = VmOptions { coherent_data, ..VmOptions::default() };
+        let (vm, mut worker) = vm_with_slot(&machine, 4 * BLOCK, Backing::Anonymous, options);
+        vm.host().alter(6 * PAGE, |page| page.device = true);
+        let mut guest = Guest::new(&vm, 0);
+        for page in [5, 6, 7] {
+            guest.write(page * PAGE, 1);
+        }
+        let outputs: Vec<_> =
+            [5, 7].map(|page| found(&vm, &worker, page * PAGE).unwrap().output).into();
+        machine.cleaned.lock().unwrap().clear();
+        vm.invalidate_begin(&mut worker, &[range(5 * PAGE, PAGE)]).unwrap().end();
+        let cleaned = || std::mem::take(&mut *machine.cleaned.lock().unwrap());
+        let page = |output| vec![(Hpa(output), PAGE)];
+        let expected = |output| if coherent_data { vec![] } else { page(output) };
+        assert_eq!(cleaned(), expected(outputs[0]));
+        vm.invalidate_begin(&mut worker, &[range(6 * PAGE, PAGE)]).unwrap().end();
+        assert_eq!(cleaned(), [], "device registers have no cache lines");
+        vm.delete_slot(&mut worker, 0).unwrap();
+        assert_eq!(cleaned(), expected(outputs[1]));
+        drop(guest);
+        finish(vm, vec![worker]);
+    }
+}

@@ -122,6 +122,10 @@ fn used_pages_are_counted_and_their_flags_cleared_by_guest_and_by_host_address()
     vm.invalidate_begin(&mut worker, &[range(PAGE, PAGE)]).unwrap().end();
     guest.write(PAGE, 2);
     assert_eq!(vm.test_young(&mut worker, all), Ok(8));
+    // Cleared with its translation, the flag is set by the very next use.
+    assert_eq!(vm.clear_flush_young(&mut worker, all), Ok(8));
+    guest.write(PAGE, 3);
+    assert_eq!(vm.test_young(&mut worker, all), Ok(1));
     drop(guest);
     finish(vm, vec![worker]);
 }

@@ -5,6 +5,7 @@ use core::marker::PhantomData;
 use crate::change::Change;
 use crate::entry::LOCK_BIT;
 use crate::machine::Machine;
+use crate::maintenance::Invalidation;
 use crate::rcu::bump;
 use crate::{Error, Format, Gpa, GpaRange, Level, Participant, Pin, Tree};
 
@@ -51,6 +52,20 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         self.check(range)?;
         let age = Age::<F> { clear, young: 0, format: PhantomData };
         self.change(who, range, age).map(|(age, _)| age.young)
+    }
+
+    /// Takes every translation of `range` out of every CPU's TLB, and changes nothing in the tree: after
+    /// [`age`](Self::age), so that the next use of each page sets its flag. Costs one invalidation.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], [`Error::Misaligned`].
+    pub fn flush(&self, who: &Participant<'_, M>, range: GpaRange) -> Result<(), Error> {
+        self.check(range)?;
+        self.check_machine(who.machine())?;
+        // What was changed before, by others too, is seen by the walks that follow.
+        self.publish(&who.counters);
+        self.invalidate(&who.counters, Invalidation { range: Some(range), level: None });
+        Ok(())
     }
 
     /// Sets the access flag of the leaf at `gpa`, for machines whose hardware does not (an access-flag fault).

@@ -131,4 +131,4 @@ pub use relax::RelaxedLeaf;
 pub use reserve::{NoMemory, Reserve};
 pub use tree::{Template, Tree};
 pub use unlinked::Unlinked;
-pub use unmap::Edges;
+pub use unmap::{Edges, Removed};

@@ -11,7 +11,9 @@ use crate::machine::{Event, Machine, Promise};
 use crate::rcu::{Counters, bump};
 use crate::sabotage::{Skip, skips};
 use crate::walk::{Flow, Run, Visit, Visitor, Wants};
-use crate::{Error, Format, Gpa, GpaRange, Hpa, Level, Owner, Participant, Pin, Reserve, Tree};
+use crate::{
+    Error, Format, Gpa, GpaRange, Hpa, Level, Owner, Participant, Pin, Reserve, Template, Tree,
+};
 
 /// What happens to a block that reaches beyond the range.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -21,6 +23,61 @@ pub enum Edges {
     Exact,
     /// It goes as a whole: what lies outside will fault back. An owner's note that reaches beyond the range stays.
     Whole,
+}
+
+/// A leaf that an unmap has removed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Removed {
+    /// What it covered.
+    pub range: GpaRange,
+    /// What it translated to.
+    pub output: Hpa,
+    /// What it permitted and remembered.
+    pub template: Template,
+    /// Whether hardware had marked it dirty.
+    pub dirty: bool,
+}
+
+/// What the caller of an unmap wants to hear.
+trait Hear {
+    /// Of every leaf, so that each is taken by itself.
+    const EACH: bool;
+    /// A leaf was locked that hardware had marked dirty.
+    fn dirty(&mut self, _: GpaRange) {}
+    /// A leaf is gone from the tree and from every CPU.
+    fn gone(&mut self, _: Removed) {}
+}
+
+struct Dirty<S>(S);
+
+impl<S: FnMut(GpaRange)> Hear for Dirty<S> {
+    const EACH: bool = false;
+
+    fn dirty(&mut self, range: GpaRange) {
+        (self.0)(range);
+    }
+}
+
+struct Each<S>(S);
+
+impl<S: FnMut(Removed)> Hear for Each<S> {
+    const EACH: bool = true;
+
+    fn gone(&mut self, leaf: Removed) {
+        (self.0)(leaf);
+    }
+}
+
+impl<D: Hear> Hear for &mut D {
+    const EACH: bool = D::EACH;
+
+    fn dirty(&mut self, range: GpaRange) {
+        (**self).dirty(range);
+    }
+
+    fn gone(&mut self, leaf: Removed) {
+        (**self).gone(leaf);
+    }
 }
 
 /// The largest table has 8192 entries (64K granule).
@@ -33,7 +90,7 @@ struct Sweep<'t, 'm, F: Format, M: Machine, D> {
     reserve: &'t mut Reserve<'m, M>,
     last: u64,
     edges: Edges,
-    dirty: D,
+    hear: D,
     claim: Claim,
     /// Where the walk stopped.
     at: u64,
@@ -51,12 +108,14 @@ struct Held {
     table: Option<Hpa>,
     level: Level,
     first: usize,
+    /// Where the first of them begins.
+    start: u64,
     end: usize,
     tables: usize,
     which: [u64; WORDS],
 }
 
-impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
+impl<F: Format, M: Machine, D: Hear> Sweep<'_, '_, F, M, D> {
     /// Locks the entry `old`, a leaf or a table. `Ok(None)`: done. `Ok(Some(now))`: it changed.
     fn lock(&mut self, visit: &Visit<'_, M>, old: u64) -> Result<Option<u64>, Flow> {
         let Visit { table, index, level, .. } = *visit;
@@ -83,17 +142,31 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
         if let Err(now) = table.exchange(index, old, locked) {
             return Ok(Some(now));
         }
-        self.held.add(table.base(), level, index);
+        self.held.add(table.base(), level, index, start);
         self.held.tables += usize::from(is_table);
         self.batch.add(start, start + size, (!is_table).then_some(level));
         if !is_table
             && F::is_dirty(old)
             && let Some(range) = GpaRange::new(Gpa(start), size)
         {
-            (self.dirty)(range);
+            self.hear.dirty(range);
         }
         self.changed += 1;
         Ok(None)
+    }
+
+    /// The leaf that was at `index` among the held entries.
+    fn removed(&self, index: usize, entry: u64) -> Option<Removed> {
+        let (format, level) = (&self.tree.format, self.held.level);
+        let size = self.tree.geometry().size(level);
+        let start = self.held.start + (index - self.held.first) as u64 * size;
+        F::is_valid(entry).then_some(())?;
+        Some(Removed {
+            range: GpaRange::new(Gpa(start), size)?,
+            output: format.output(entry, level),
+            template: Template(format.template_of(entry, level)),
+            dirty: F::is_dirty(entry),
+        })
     }
 
     /// A block, empty entry or note that the range covers in part. `Ok`: there may be a table now.
@@ -165,16 +238,17 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Sweep<'_, '_, F, M, D> {
 
 impl Held {
     #[inline(always)]
-    fn add(&mut self, table: Hpa, level: Level, index: usize) {
+    fn add(&mut self, table: Hpa, level: Level, index: usize, start: u64) {
         if self.table.is_none() {
             (self.table, self.level, self.first) = (Some(table), level, index);
+            self.start = start;
         }
         self.end = index + 1;
         self.which[index / 64 % WORDS] |= 1 << (index % 64);
     }
 }
 
-impl<F: Format, M: Machine, D: FnMut(GpaRange)> Visitor<M> for Sweep<'_, '_, F, M, D> {
+impl<F: Format, M: Machine, D: Hear> Visitor<M> for Sweep<'_, '_, F, M, D> {
     #[inline(always)]
     fn wants(&self, level: Level) -> Wants {
         if level < Level::LAST { Wants::LEAVES.and(Wants::BEFORE) } else { Wants::LEAVES }
@@ -202,7 +276,8 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Visitor<M> for Sweep<'_, '_, F, 
     fn before(&mut self, visit: &Visit<'_, M>) -> Flow {
         // Rule 8: where hardware keeps dirty state, leaves are taken one by one, each with its exact last value.
         let covered = visit.end - visit.start == self.tree.geometry().size(visit.level);
-        if !covered || self.tree.format.tracks_dirty() && !skips(Skip::LeafByLeaf) {
+        let one_by_one = D::EACH || self.tree.format.tracks_dirty() && !skips(Skip::LeafByLeaf);
+        if !covered || one_by_one {
             return Flow::Next;
         }
         match self.lock(visit, visit.entry) {
@@ -229,6 +304,10 @@ impl<F: Format, M: Machine, D: FnMut(GpaRange)> Visitor<M> for Sweep<'_, '_, F, 
             if F::is_table(entry, level) {
                 self.tree.retire(&mut self.claim, self.tree.format.next(entry), level.below());
                 bump(&self.counters.detached, 1);
+            } else if D::EACH
+                && let Some(leaf) = self.removed(index, entry)
+            {
+                self.hear.gone(leaf);
             }
         }
         self.held.which[self.held.first / 64 % WORDS..=(self.held.end - 1) / 64 % WORDS].fill(0);
@@ -256,12 +335,41 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         edges: Edges,
         dirty: impl FnMut(GpaRange),
     ) -> Result<u64, Error> {
+        self.remove(who, reserve, range, edges, Dirty(dirty))
+    }
+
+    /// [`unmap`](Self::unmap), where every leaf is taken by itself and `removed` hears of each, when no CPU translates it
+    /// any more: for cleaning the data caches of what it translated to, where a guest can bypass them. It runs with
+    /// entries of the same table locked, so it must neither panic nor use the tree. Costs an exchange and a store a leaf,
+    /// and one invalidation for those of a table.
+    ///
+    /// # Errors
+    /// As [`unmap`](Self::unmap).
+    pub fn unmap_leaves(
+        &self,
+        who: &mut Participant<'_, M>,
+        reserve: &mut Reserve<'m, M>,
+        range: GpaRange,
+        edges: Edges,
+        removed: impl FnMut(Removed),
+    ) -> Result<u64, Error> {
+        self.remove(who, reserve, range, edges, Each(removed))
+    }
+
+    fn remove<D: Hear>(
+        &self,
+        who: &mut Participant<'_, M>,
+        reserve: &mut Reserve<'m, M>,
+        range: GpaRange,
+        edges: Edges,
+        hear: D,
+    ) -> Result<u64, Error> {
         self.check(range)?;
         self.machine.observe(Event::Begin);
-        let result = self.sweep(who, reserve, range, EMPTY, edges, dirty);
+        let result = self.sweep(who, reserve, range, EMPTY, edges, hear);
         let promise = if result.is_ok() { Promise::Gone(range) } else { Promise::Nothing };
         self.machine.observe(Event::End(promise));
-        if result.is_ok() && self.format.tracks_dirty() {
+        if result.is_ok() && (D::EACH || self.format.tracks_dirty()) {
             self.trim(who, range)?;
         }
         self.reclaim_if_many(who);
@@ -282,7 +390,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     ) -> Result<u64, Error> {
         self.check(range)?;
         self.machine.observe(Event::Begin);
-        let result = self.sweep(who, reserve, range, owner.entry(), Edges::Exact, dirty);
+        let result = self.sweep(who, reserve, range, owner.entry(), Edges::Exact, Dirty(dirty));
         let promise = if result.is_ok() { Promise::Gone(range) } else { Promise::Nothing };
         self.machine.observe(Event::End(promise));
         self.reclaim_if_many(who);
@@ -296,7 +404,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         range: GpaRange,
         last: u64,
         edges: Edges,
-        mut dirty: impl FnMut(GpaRange),
+        mut hear: impl Hear,
     ) -> Result<u64, Error> {
         self.check_machine(reserve.machine())?;
         let mut rest = range;
@@ -307,6 +415,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
                 table: None,
                 level: Level::LAST,
                 first: 0,
+                start: 0,
                 end: 0,
                 tables: 0,
                 which: [0; WORDS],
@@ -317,7 +426,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
                 reserve,
                 last,
                 edges,
-                dirty: &mut dirty,
+                hear: &mut hear,
                 claim: self.claim(0),
                 at: rest.start().0,
                 end: rest.end().0,
