@@ -55,11 +55,15 @@
 //! back) runs at the same time as faults and as other workers' operations; changes of slots wait for each other. A
 //! worker waits for grace periods, each as long as the longest pin.
 //!
-//! # Where to read on
-//! Faults: what goes in and out in `exit.rs`, the path in `fault.rs`, and how large a leaf may be in `leaf.rs`. Slots:
-//! `slot.rs`, their versions in `slots.rs`, their changes in `memslots.rs`. The log: its bits in `bitmap.rs`, on and off in `log.rs`, reading it in `collect.rs`, what
-//! is protected together in `protect.rs`, eager split in `split.rs`. The host's invalidations: `invalidate.rs`, and what
-//! faults must know of them in `progress.rs`.
+//! # What else there is
+//! Slots [move and change](Vm::change_slot); a second address space is a number in [`SlotId`]. A log is a
+//! [bitmap](LogMode::Protect), a [ring](DirtyRing) for each vCPU, or the [dirty state of hardware](LogMode::Hardware), with
+//! [what a monitor writes itself](MonitorLog). Blocks are split [ahead of faults](VmOptions::eager_split), by
+//! [any number of threads](SplitJob), and come back by faults or [on request](Vm::collapse). The host takes pages back by
+//! guest or [host address](Vm::invalidate_host_begin) and asks [which were used](Vm::clear_young). Memory is mapped
+//! [round](VmOptions::fault_around) and [ahead of](Vcpu::pre_fault) faults, [for good](SlotConfig::pinned), or
+//! [privately](Vm::set_private). [`Vm::tables`] says what all that costs.
+//!
 #![cfg_attr(not(test), no_std)]
 
 extern crate alloc;
