@@ -178,17 +178,28 @@ impl Program {
         pass: Pass,
         watch: Watch<'_>,
     ) -> Result<(), M::Error> {
-        let pages = self.pages();
         let mut at = 0;
         loop {
-            let index = if pass.random { self.dice.below(pages) } else { at };
-            self.touch(memory, index, pass.write_percent)?;
+            at = self.step(memory, pass, at)?;
             watch.beat();
-            at = if at + 1 == pages { 0 } else { at + 1 };
             if watch.stopped() {
                 return Ok(());
             }
         }
+    }
+
+    /// One access, to page `at` of the part unless the order is random; which page is next.
+    #[inline(always)]
+    pub(crate) fn step<M: GuestMemory>(
+        &mut self,
+        memory: &mut M,
+        pass: Pass,
+        at: u64,
+    ) -> Result<u64, M::Error> {
+        let pages = self.pages();
+        let index = if pass.random { self.dice.below(pages) } else { at };
+        self.touch(memory, index, pass.write_percent)?;
+        Ok(if at + 1 == pages { 0 } else { at + 1 })
     }
 
     /// One access to page `index` of the part.

@@ -7,6 +7,7 @@ use crate::failure::Failure;
 mod access_tracking;
 mod demand_paging;
 mod dirty_log;
+mod memslot_stress;
 mod page_table;
 
 /// Everything that is said about each workload: its variant and module, its name on the command line, the kernel's test
@@ -50,6 +51,8 @@ workloads! {
     PageTable(page_table) "page-table", as "kvm_page_table_test": "Map, split under a log, make blocks again"
     DemandPaging(demand_paging) "demand-paging", as "demand_paging_test": "Write to pages that a handler must serve first"
     AccessTracking(access_tracking) "access-tracking", as "access_tracking_perf_test": "Use memory that was marked idle"
+    MemslotStress(memslot_stress) "memslot-stress", as "memslot_modification_stress_test":
+        "Memslots come and go while vCPUs run"
 }
 
 /// One line for each workload.

@@ -124,6 +124,16 @@ fn nonsense_of_every_workload() {
 }
 
 #[test]
+fn slots_that_cannot_come_and_go() {
+    refused("memslot-stress -i 0", "1..");
+    refused("memslot-stress -d -1", "invalid");
+    refused("memslot-stress -v 0", "1..=1024");
+    refused("memslot-stress -b 4G --ipa-bits 32", "no page is left below it");
+    refused("memslot-stress -p 0x1000", "unexpected argument");
+    refused("memslot-stress -x 2", "unexpected argument");
+}
+
+#[test]
 fn what_is_not_there_says_so() {
     refused("dirty-log --clock virtual", "not yet");
     refused("dirty-log -n", "out of scope");
