@@ -3,6 +3,8 @@
 use std::io;
 use std::process::ExitCode;
 
+use slat_vm::{InvalidateError, SlotError};
+
 /// Why there is no clean result.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
@@ -32,6 +34,18 @@ impl Failure {
     /// Whether the reader of our output has just gone away, which is no news to anybody.
     pub(crate) fn is_closed_pipe(&self) -> bool {
         matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
+    }
+}
+
+impl From<SlotError> for Failure {
+    fn from(error: SlotError) -> Self {
+        Self::Run(format!("a memslot: {error}"))
+    }
+}
+
+impl From<InvalidateError> for Failure {
+    fn from(error: InvalidateError) -> Self {
+        Self::Run(format!("an invalidation by the host: {error}"))
     }
 }
 

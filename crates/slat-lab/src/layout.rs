@@ -65,12 +65,12 @@ pub(crate) enum Misfit {
     Overflow { vcpus: u32, bytes: Size },
     #[error(
         "{size} of guest memory do not fit below the end of {bits}-bit guest-physical addresses, {limit}; \
-         -m and --ipa-bits choose the width"
+         guest mode and --ipa-bits choose the width"
     )]
     AddressBits { size: Size, bits: u32, limit: Size },
     #[error(
         "guest memory from {offset:#x} on would end at {end:#x}, beyond {bits}-bit guest-physical addresses \
-         ({limit:#x}); -m and --ipa-bits choose the width"
+         ({limit:#x}); guest mode and --ipa-bits choose the width"
     )]
     OffsetBits { offset: u64, end: u128, bits: u32, limit: u64 },
     #[error("-p {offset:#x} is not a multiple of the page size, {page}")]

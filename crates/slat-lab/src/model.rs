@@ -206,6 +206,11 @@ impl<'a, 'm, G: Granule> ModelVcpu<'a, 'm, G> {
         Ok(Self { vm, cpu, vcpu })
     }
 
+    /// Loads the registers of the guest anew, as after a change of what they say.
+    pub(crate) fn reload(&mut self) {
+        self.cpu.load(self.cpu.registers());
+    }
+
     /// Leaves the guest, has the fault mended, and may enter again.
     #[cold]
     fn mend(&mut self, fault: slat_model::Fault) -> Result<(), Broken> {

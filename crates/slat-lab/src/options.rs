@@ -14,9 +14,9 @@ use crate::guest_mode::{self, GuestMode};
 use crate::size::{Size, SizeError};
 
 /// More vCPUs than any published run has had.
-const MAX_VCPUS: i64 = 1024;
+pub(crate) const MAX_VCPUS: i64 = 1024;
 /// As many memslots as KVM allows.
-const MAX_SLOTS: i64 = 32_764;
+pub(crate) const MAX_SLOTS: i64 = 32_764;
 
 /// The guest's memory and the vCPUs that use it.
 #[derive(Clone, Debug, Args)]

@@ -8,6 +8,7 @@ mod access_tracking;
 mod demand_paging;
 mod dirty_log;
 mod memslot_stress;
+mod mmu_stress;
 mod page_table;
 
 /// Everything that is said about each workload: its variant and module, its name on the command line, the kernel's test
@@ -53,6 +54,8 @@ workloads! {
     AccessTracking(access_tracking) "access-tracking", as "access_tracking_perf_test": "Use memory that was marked idle"
     MemslotStress(memslot_stress) "memslot-stress", as "memslot_modification_stress_test":
         "Memslots come and go while vCPUs run"
+    MmuStress(mmu_stress) "mmu-stress", as "mmu_stress_test":
+        "Write all memory, reset, write, make it read-only under way, writable, unmap half"
 }
 
 /// One line for each workload.

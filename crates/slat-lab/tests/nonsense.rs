@@ -134,6 +134,19 @@ fn slots_that_cannot_come_and_go() {
 }
 
 #[test]
+fn slots_that_cannot_share_host_memory() {
+    refused("mmu-stress -m 0", "need a size");
+    refused("mmu-stress -s 0", "need a size");
+    refused("mmu-stress -s 6K -m 12K", "whole pages of 4K");
+    refused("mmu-stress -s 4K -m 8K --granule 64k", "whole pages of 64K");
+    refused("mmu-stress -m 2048 -s 1", "40-bit");
+    refused("mmu-stress -m 1 -s 4K", "at most 32764");
+    refused("mmu-stress -c 0", "1..=1024");
+    refused("mmu-stress -c 3 -m 8K -s 4K", "more vCPUs than pages");
+    refused("mmu-stress -m 1 --ipa-bits 32", "32-bit");
+}
+
+#[test]
 fn what_is_not_there_says_so() {
     refused("dirty-log --clock virtual", "not yet");
     refused("dirty-log -n", "out of scope");

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use slat::Gpa;
 use slat::format::arm::{Granule, K4, K16, K64};
-use slat_vm::{Hva, SlotConfig, SlotError};
+use slat_vm::{Hva, SlotConfig};
 
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
@@ -178,10 +178,4 @@ fn modify<G: Granule>(
     stage.crew.wait(|_| {})?;
     stage.end("modify", None, took);
     Ok(stray)
-}
-
-impl From<SlotError> for Failure {
-    fn from(error: SlotError) -> Self {
-        Self::Run(format!("a memslot: {error}"))
-    }
 }
