@@ -163,15 +163,30 @@ impl<'scope, P: Guest> Crew<'scope, P> {
     /// # Errors
     /// A vCPU that could not go on, as for [`wait`](Self::wait).
     pub(crate) fn wait_for_access(&mut self) -> Result<(), Stopped> {
+        self.wait_for_accesses(1)
+    }
+
+    /// Waits until every vCPU has completed so many accesses, of which one may have been under way when this was called.
+    ///
+    /// # Errors
+    /// A vCPU that could not go on, as for [`wait`](Self::wait).
+    pub(crate) fn wait_for_accesses(&mut self, count: u64) -> Result<(), Stopped> {
         let before: Vec<_> = self.completed().collect();
-        loop {
-            if self.completed().zip(&before).all(|(now, before)| now != *before) {
-                return Ok(());
-            }
-            if let Ok(Done { index, result: Err(why), .. }) = self.done.try_recv() {
-                return Err(Stopped { index, why });
-            }
+        while self.completed().zip(&before).any(|(now, before)| now - before < count) {
+            self.all_run()?;
             thread::yield_now();
+        }
+        Ok(())
+    }
+
+    /// Whether all vCPUs run that were told to run until they are stopped.
+    ///
+    /// # Errors
+    /// A vCPU that could not go on, as for [`wait`](Self::wait).
+    pub(crate) fn all_run(&mut self) -> Result<(), Stopped> {
+        match self.done.try_recv() {
+            Ok(Done { index, result: Err(why), .. }) => Err(Stopped { index, why }),
+            _ => Ok(()),
         }
     }
 

@@ -7,6 +7,7 @@ use crate::failure::Failure;
 mod access_tracking;
 mod demand_paging;
 mod dirty_log;
+mod memslot;
 mod memslot_stress;
 mod mmu_stress;
 mod page_table;
@@ -52,6 +53,8 @@ workloads! {
     PageTable(page_table) "page-table", as "kvm_page_table_test": "Map, split under a log, make blocks again"
     DemandPaging(demand_paging) "demand-paging", as "demand_paging_test": "Write to pages that a handler must serve first"
     AccessTracking(access_tracking) "access-tracking", as "access_tracking_perf_test": "Use memory that was marked idle"
+    Memslot(memslot) "memslot", as "memslot_perf_test":
+        "Map, unmap, move and use memory in few or very many memslots"
     MemslotStress(memslot_stress) "memslot-stress", as "memslot_modification_stress_test":
         "Memslots come and go while vCPUs run"
     MmuStress(mmu_stress) "mmu-stress", as "mmu_stress_test":

@@ -134,6 +134,23 @@ fn slots_that_cannot_come_and_go() {
 }
 
 #[test]
+fn tests_that_cannot_be_run() {
+    refused("memslot -s 0", "-1 for as many");
+    refused("memslot -s 1", "2..=32764");
+    refused("memslot -s -2", "2..=32764");
+    refused("memslot -s 32765", "2..=32764");
+    refused("memslot -f 6", "0..=5");
+    refused("memslot -e 6", "0..=5");
+    refused("memslot -f 3 -e 2", "the last test comes first");
+    refused("memslot -l -1", "negative");
+    refused("memslot -l long", "number of seconds");
+    refused("memslot -r 0", "1..");
+    refused("memslot -b 0", "multiple of 16M");
+    refused("memslot -b 24M", "multiple of 16M");
+    refused("memslot -b 1024G", "40-bit");
+}
+
+#[test]
 fn slots_that_cannot_share_host_memory() {
     refused("mmu-stress -m 0", "need a size");
     refused("mmu-stress -s 0", "need a size");

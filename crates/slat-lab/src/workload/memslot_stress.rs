@@ -162,15 +162,13 @@ fn modify<G: Granule>(
         stage.vm.create_slot(&mut stage.worker, PASSING, slot)?;
         if config.guest.check {
             // The access under way, and one that begins when the slot is there.
-            stage.crew.wait_for_access()?;
-            stage.crew.wait_for_access()?;
+            stage.crew.wait_for_accesses(2)?;
         }
         stage.vm.delete_slot(&mut stage.worker, PASSING)?;
         took += start.elapsed();
         if config.guest.check {
             let deleted = word();
-            stage.crew.wait_for_access()?;
-            stage.crew.wait_for_access()?;
+            stage.crew.wait_for_accesses(2)?;
             stray += u64::from(word() != deleted);
         }
     }

@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use serde::Serialize;
+use slat::Gpa;
 use slat::format::arm::{Granule, K4, K16, K64};
-use slat::{Gpa, GpaRange};
-use slat_vm::{Hva, SlotConfig};
+use slat_vm::{Hva, HvaRange, SlotConfig};
 
 use crate::check::{Check, Findings};
 use crate::config::GuestConfig;
@@ -197,7 +197,7 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
         while check && self.window.writing.load(Ordering::Relaxed) < vcpus as usize {
             crew.wait_for_access()?;
         }
-        let guard = vm.invalidate_begin(worker, self.config.range().as_slice())?;
+        let guard = vm.invalidate_host_begin(worker, first(self.region.slot_size).as_slice())?;
         self.protected.set_writable(false);
         guard.end();
         let before = if check { self.words() } else { Vec::new() };
@@ -226,10 +226,8 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
         for id in self.slots().filter(|&id| guest::is_deleted(id)) {
             self.stage.vm.delete_slot(&mut self.stage.worker, id)?;
         }
-        let half = |id| GpaRange::new(self.slot_gpa(id), self.region.unmapped);
-        let halves: Vec<_> =
-            self.slots().filter(|&id| !guest::is_deleted(id)).filter_map(half).collect();
-        let guard = self.stage.vm.invalidate_begin(&mut self.stage.worker, &halves)?;
+        let half = first(self.region.unmapped);
+        let guard = self.stage.vm.invalidate_host_begin(&mut self.stage.worker, half.as_slice())?;
         self.protected.unmap_below(self.region.unmapped);
         guard.end();
         self.stage.end("unmap", None, start.elapsed());
@@ -260,4 +258,9 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
         };
         words.filter(wrong).count() as u64
     }
+}
+
+/// The first bytes of host memory, if any.
+fn first(size: u64) -> Option<HvaRange> {
+    HvaRange::new(Hva(0), size)
 }

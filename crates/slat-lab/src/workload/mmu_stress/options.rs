@@ -8,7 +8,6 @@ use std::thread;
 
 use clap::Args;
 use serde::Serialize;
-use slat::{Gpa, GpaRange};
 
 use super::guest::Region;
 use crate::backing::{Backing, Pages};
@@ -155,11 +154,6 @@ fn three_quarters() -> u32 {
 }
 
 impl Config {
-    /// All guest memory.
-    pub(super) fn range(&self) -> Option<GpaRange> {
-        GpaRange::new(Gpa(self.guest.gpa), self.guest.bytes.0)
-    }
-
     /// Guest pages of all guest memory.
     pub(super) fn pages(&self) -> u64 {
         self.guest.bytes.0 / self.guest.mode.page_size.0

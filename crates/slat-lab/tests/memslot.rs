@@ -1,0 +1,111 @@
+//! What `slat memslot` promises: the kernel's six tests, measured and verified, with as many slots as can be.
+
+use serde_json::Value;
+
+mod command;
+
+use command::{names, report, slat};
+
+const NAMES: [&str; 6] =
+    ["map", "unmap", "unmap chunked", "move active area", "move inactive area", "RW"];
+
+/// A run whose check found nothing, and in which each test that could run did something.
+#[track_caller]
+fn clean(options: &str) -> Value {
+    let report = report(&format!("memslot -b 16M -l 0.05 {options}"));
+    let check = &report["check"];
+    for count in ["wrong", "wrong_loads", "violations"] {
+        assert_eq!(check[count], 0, "{options}: {check}");
+    }
+    for test in report["tests"].as_array().unwrap() {
+        let ran = test["iterations"].as_u64().is_some_and(|iterations| iterations > 0);
+        assert!(ran || test["refused"].is_string(), "{options}: {test}");
+    }
+    report
+}
+
+#[test]
+fn every_test_reads_back_what_was_stored() {
+    for vcpus in [1, 2, 8] {
+        let report = clean(&format!("-s 32 --check -c {vcpus}"));
+        let tests = report["tests"].as_array().unwrap();
+        assert_eq!(tests.iter().map(|test| &test["name"]).collect::<Vec<_>>(), NAMES);
+        let check = &report["check"];
+        for count in ["compared", "loads", "exits"] {
+            assert!(check[count].as_u64().unwrap() > 0, "{count}: {check}");
+        }
+    }
+}
+
+#[test]
+fn slots_can_be_two_or_very_many_and_pages_of_any_size() {
+    for options in [
+        "-s 2",
+        "-s 1000",
+        "-s 32 --source anonymous_thp",
+        "-s 32 --granule 16k",
+        "-s 8 --granule 64k -m P40V48_64K",
+        "-s 16 --source shared_hugetlb_2mb --hardware-access on",
+    ] {
+        clean(&format!("-d -c 2 {options}"));
+    }
+}
+
+#[test]
+fn only_writes_to_the_slot_that_moves_are_exits() {
+    let exits = |test| clean(&format!("-s 32 -d -f {test} -e {test}"))["check"]["exits"].clone();
+    assert!(exits(3).as_u64().unwrap() > 0);
+    for test in [0, 1, 2, 4, 5] {
+        assert_eq!(exits(test), 0, "{test}");
+    }
+}
+
+#[test]
+fn tests_with_fewer_pages_than_slots_say_how_many_there_can_be() {
+    let report = clean("-f 0 -e 1");
+    let tests = report["tests"].as_array().unwrap();
+    assert_eq!((&tests[0]["slots"], &tests[1]["slots"]), (&32763.into(), &32763.into()));
+    // 64K and a sixteenth, 64K and a quarter of 16M, and the slot of the guest's code.
+    for (test, most) in tests.iter().zip(["-s 273", "-s 1041"]) {
+        assert!(test["refused"].as_str().unwrap().contains(most), "{test}");
+    }
+    assert!(tests.iter().all(|test| test["iterations"].is_null() && test["seconds"].is_null()));
+    assert_eq!(report["notes"].as_array().unwrap().len(), 2);
+    assert!(names(&report).is_empty());
+    assert!(clean("-s 273 -f 0 -e 0")["tests"][0]["refused"].is_null());
+}
+
+#[test]
+fn slots_too_small_to_be_moved_are_refused() {
+    let refused = |options: &str| clean(options)["tests"][0]["refused"].clone();
+    let last = refused("-s 515 -f 3 -e 3 --granule 16k");
+    assert!(last.as_str().unwrap().contains("last slot is smaller"), "{last}");
+    assert!(refused("-s 2 -f 4 -e 4").as_str().unwrap().contains("larger -s"));
+    assert!(refused("-s 3 -f 4 -e 4").is_null());
+}
+
+#[test]
+fn each_run_has_its_phases() {
+    let phases =
+        ["unmap chunked setup 1", "unmap chunked 1", "unmap chunked setup 2", "unmap chunked 2"];
+    assert_eq!(names(&clean("-s 32 -f 2 -e 2 -r 2")), phases);
+    assert_eq!(names(&clean("-s 32 -f 5")), ["RW setup", "RW"]);
+}
+
+#[test]
+fn text_has_the_kernels_lines() {
+    let output = slat("memslot -b 16M -l 0.05 -s 32 -f 4 -r 2 -v");
+    let text = String::from_utf8(output.stdout).unwrap();
+    for wanted in [
+        "note: RW: 31 slots of 132 pages",
+        "for slot setup +",
+        "iterations, avg",
+        "move inactive area: best runtime result was",
+        "RW: best runtime result was",
+        "best slot setup time for the whole test area was",
+    ] {
+        assert!(text.contains(wanted), "{wanted} in {text}");
+    }
+    let none = String::from_utf8(slat("memslot -b 16M -l 0 -s 32 -f 5").stdout).unwrap();
+    assert!(none.contains("no full iteration"), "{none}");
+}
