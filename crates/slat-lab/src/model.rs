@@ -8,8 +8,8 @@ use slat::format::arm::{Granule, Stage2};
 use slat::{Gpa, Hpa};
 use slat_model::{Cpu, Features, HostMemory, HostMemoryError, Model, OnViolation, Registers};
 use slat_vm::{
-    Access, Exit, FaultError, Host, HostError, HostPage, Hva, SlotConfig, Vcpu, Vm, VmOptions,
-    Worker,
+    Access, DirtyRing, Exit, FaultError, Host, HostError, HostPage, Hva, SlotConfig, Vcpu, Vm,
+    VmOptions, Worker,
 };
 
 use crate::config::GuestConfig;
@@ -74,22 +74,41 @@ fn table_limit(layout: &Layout, vcpus: u32) -> u32 {
     u32::try_from(tables).unwrap_or(MAX_TABLES).min(MAX_TABLES)
 }
 
+/// What a VM has that only some workloads need.
+pub(crate) struct Equipment {
+    pub(crate) host: ModelHost,
+    /// Entries of each vCPU's dirty ring.
+    pub(crate) dirty_ring: Option<u32>,
+    /// Hardware keeps dirty state in the entries.
+    pub(crate) hardware_dirty: bool,
+}
+
+impl From<ModelHost> for Equipment {
+    /// Neither rings nor dirty state.
+    fn from(host: ModelHost) -> Self {
+        Self { host, dirty_ring: None, hardware_dirty: false }
+    }
+}
+
 /// The VM, without memslots.
 ///
 /// # Errors
 /// [`Failure::Usage`] if tables of this shape cannot be had.
 pub(crate) fn vm<'m, G: Granule>(
     model: &'m Model,
-    host: ModelHost,
+    equipment: Equipment,
     layout: &Layout,
     options: &MachineOptions,
 ) -> Result<ModelVm<'m, G>, Failure> {
     let usage = |error: &dyn std::error::Error| Failure::Usage(error.to_string());
     let format = granule::format::<G>(layout.ipa_bits).map_err(|error| usage(&error))?;
     let format = format.with_xnx(true).with_fwb(options.fwb);
+    let Equipment { host, dirty_ring, hardware_dirty } = equipment;
     let format = format.with_hardware_access(options.hardware_access.is_on());
+    let format = if hardware_dirty { format.with_hardware_dirty(true) } else { format };
     let eager_split = layout.eager_split.chunk().map(|chunk| chunk.0);
-    let options = VmOptions { eager_split, coherent_data: options.fwb, ..VmOptions::default() };
+    let coherent_data = options.fwb;
+    let options = VmOptions { eager_split, coherent_data, dirty_ring, ..VmOptions::default() };
     Vm::new(model, host, format, VMID, options).map_err(|error| usage(&error))
 }
 
@@ -204,6 +223,16 @@ impl<'a, 'm, G: Granule> ModelVcpu<'a, 'm, G> {
         let cpu = vm.machine().cpu(index, registers);
         let cpu = cpu.ok_or_else(|| Failure::Run(format!("the machine has no CPU {index}")))?;
         Ok(Self { vm, cpu, vcpu })
+    }
+
+    /// Its dirty ring, if the VM has any.
+    pub(crate) fn dirty_ring(&self) -> Option<DirtyRing> {
+        self.vcpu.dirty_ring()
+    }
+
+    /// Whether the guest must not be entered before the dirty ring was reset.
+    pub(crate) fn is_ring_full(&self) -> bool {
+        self.vcpu.is_ring_full()
     }
 
     /// Loads the registers of the guest anew, as after a change of what they say.

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use slat::format::arm::Granule;
 use slat_model::{HostMemory, Model};
-use slat_vm::Worker;
+use slat_vm::{DirtyRing, Worker};
 
 use crate::check::Check;
 use crate::crew::{Board, Crew, Guest, RunOn};
 use crate::failure::Failure;
 use crate::guest::{Order, Pass, Program};
 use crate::layout::Layout;
-use crate::model::{self, ModelHost, ModelVcpu, ModelVm};
+use crate::model::{self, Equipment, ModelHost, ModelVcpu, ModelVm};
 use crate::options::MachineOptions;
 use crate::progress::Progress;
 use crate::report::{Counters, Phase};
@@ -32,6 +32,8 @@ pub(crate) struct Stage<'s, 'm, G: Granule, P: Guest = Program> {
     pub(crate) vm: &'s ModelVm<'m, G>,
     pub(crate) worker: Worker<'m, Model>,
     pub(crate) crew: Crew<'s, P>,
+    /// The vCPUs' dirty rings, if the VM has any.
+    pub(crate) rings: Vec<DirtyRing>,
     model: &'m Model,
     slots: u32,
     progress: Progress,
@@ -68,13 +70,13 @@ impl<'m> Ground<'m> {
         self.play_on(ModelHost::of(self.memory), programs, passes, workload)
     }
 
-    /// As [`play`](Self::play), with guest memory from `host`, whose addresses are offsets into it.
+    /// As [`play`](Self::play), with guest memory from a host of its own, whose addresses are offsets into it.
     ///
     /// # Errors
     /// As [`play`](Self::play).
     pub(crate) fn play_on<G: Granule, P, R>(
         self,
-        host: ModelHost,
+        equipment: impl Into<Equipment>,
         programs: Vec<P>,
         passes: u32,
         workload: impl FnOnce(&mut Stage<'_, 'm, G, P>) -> Result<R, Failure>,
@@ -82,7 +84,7 @@ impl<'m> Ground<'m> {
     where
         P: for<'v> RunOn<ModelVcpu<'v, 'm, G>>,
     {
-        self.play_without_slots(host, programs, passes, |stage| {
+        self.play_without_slots(equipment, programs, passes, |stage| {
             model::create_slots(stage.vm, &mut stage.worker, self.layout)?;
             stage.before = stage.counters();
             workload(stage)
@@ -95,7 +97,7 @@ impl<'m> Ground<'m> {
     /// As [`play`](Self::play).
     pub(crate) fn play_without_slots<G: Granule, P, R>(
         self,
-        host: ModelHost,
+        equipment: impl Into<Equipment>,
         programs: Vec<P>,
         passes: u32,
         workload: impl FnOnce(&mut Stage<'_, 'm, G, P>) -> Result<R, Failure>,
@@ -105,13 +107,14 @@ impl<'m> Ground<'m> {
     {
         let Self { model, layout, machine, .. } = self;
         let broken = |error: &dyn std::error::Error| Failure::Run(error.to_string());
-        let vm = model::vm::<G>(model, host, layout, machine)?;
+        let vm = model::vm::<G>(model, equipment.into(), layout, machine)?;
         let worker = vm.worker().map_err(|error| broken(&error))?;
         let accesses: u64 = programs.iter().map(Guest::accesses).sum();
         let board = Board::new(programs.len(), model.is_checked());
         let vcpu = |(index, program)| Ok((ModelVcpu::new(&vm, index)?, program));
         let vcpus = programs.into_iter().enumerate().map(vcpu);
         let vcpus = vcpus.collect::<Result<Vec<_>, Failure>>()?;
+        let rings = vcpus.iter().filter_map(|(vcpu, _)| vcpu.dirty_ring()).collect();
         thread::scope(|scope| {
             let crew = Crew::start(scope, &board, vcpus);
             let crew =
@@ -119,7 +122,9 @@ impl<'m> Ground<'m> {
             let progress = Progress::new(accesses * u64::from(passes));
             let (phases, before) = (Vec::new(), Counters::default());
             let slots = layout.slots;
-            let mut stage = Stage { vm: &vm, worker, crew, model, slots, progress, phases, before };
+            let vm = &vm;
+            let mut stage =
+                Stage { vm, worker, crew, rings, model, slots, progress, phases, before };
             stage.before = stage.counters();
             let played = workload(&mut stage);
             let Stage { crew, phases, .. } = stage;

@@ -7,6 +7,7 @@ use crate::failure::Failure;
 mod access_tracking;
 mod demand_paging;
 mod dirty_log;
+mod dirty_log_test;
 mod memslot;
 mod memslot_stress;
 mod mmu_stress;
@@ -50,6 +51,7 @@ macro_rules! workloads {
 
 workloads! {
     DirtyLog(dirty_log) "dirty-log", as "dirty_log_perf_test": "Populate, log, dirty, collect"
+    DirtyLogTest(dirty_log_test) "dirty-log-test", as "dirty_log_test": "Compare what dirty logs report with memory"
     PageTable(page_table) "page-table", as "kvm_page_table_test": "Map, split under a log, make blocks again"
     DemandPaging(demand_paging) "demand-paging", as "demand_paging_test": "Write to pages that a handler must serve first"
     AccessTracking(access_tracking) "access-tracking", as "access_tracking_perf_test": "Use memory that was marked idle"

@@ -12,7 +12,7 @@ const NAMES: [&str; 6] =
 /// A run whose check found nothing, and in which each test that could run did something.
 #[track_caller]
 fn clean(options: &str) -> Value {
-    let report = report(&format!("memslot -b 16M -l 0.05 {options}"));
+    let report = report(&format!("memslot --bytes 16M -l 0.05 {options}"));
     let check = &report["check"];
     for count in ["wrong", "wrong_loads", "violations"] {
         assert_eq!(check[count], 0, "{options}: {check}");
@@ -27,7 +27,7 @@ fn clean(options: &str) -> Value {
 #[test]
 fn every_test_reads_back_what_was_stored() {
     for vcpus in [1, 2, 8] {
-        let report = clean(&format!("-s 32 --check -c {vcpus}"));
+        let report = clean(&format!("-s 32 --check --vcpus {vcpus}"));
         let tests = report["tests"].as_array().unwrap();
         assert_eq!(tests.iter().map(|test| &test["name"]).collect::<Vec<_>>(), NAMES);
         let check = &report["check"];
@@ -44,10 +44,10 @@ fn slots_can_be_two_or_very_many_and_pages_of_any_size() {
         "-s 1000",
         "-s 32 --source anonymous_thp",
         "-s 32 --granule 16k",
-        "-s 8 --granule 64k -m P40V48_64K",
+        "-s 8 --granule 64k --mode P40V48_64K",
         "-s 16 --source shared_hugetlb_2mb --hardware-access on",
     ] {
-        clean(&format!("-d -c 2 {options}"));
+        clean(&format!("-d --vcpus 2 {options}"));
     }
 }
 
@@ -94,7 +94,7 @@ fn each_run_has_its_phases() {
 
 #[test]
 fn text_has_the_kernels_lines() {
-    let output = slat("memslot -b 16M -l 0.05 -s 32 -f 4 -r 2 -v");
+    let output = slat("memslot --bytes 16M -l 0.05 -s 32 -f 4 -r 2 -v");
     let text = String::from_utf8(output.stdout).unwrap();
     for wanted in [
         "note: RW: 31 slots of 132 pages",
@@ -106,6 +106,6 @@ fn text_has_the_kernels_lines() {
     ] {
         assert!(text.contains(wanted), "{wanted} in {text}");
     }
-    let none = String::from_utf8(slat("memslot -b 16M -l 0 -s 32 -f 5").stdout).unwrap();
+    let none = String::from_utf8(slat("memslot --bytes 16M -l 0 -s 32 -f 5").stdout).unwrap();
     assert!(none.contains("no full iteration"), "{none}");
 }

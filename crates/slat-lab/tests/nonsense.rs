@@ -104,7 +104,14 @@ fn userfaults_that_cannot_be() {
 
 #[test]
 fn nonsense_of_every_workload() {
-    for workload in ["dirty-log", "page-table", "demand-paging", "access-tracking"] {
+    for workload in [
+        "dirty-log",
+        "dirty-log-test",
+        "page-table",
+        "demand-paging",
+        "access-tracking",
+        "memslot-stress",
+    ] {
         let refused = |options: &str, why: &str| refused(&format!("{workload} {options}"), why);
         refused("-b 0", "needs memory");
         refused("-b 1.5G", "whole number");
@@ -134,6 +141,18 @@ fn slots_that_cannot_come_and_go() {
 }
 
 #[test]
+fn logs_that_cannot_be() {
+    refused("dirty-log-test -M ring", "dirty-ring");
+    refused("dirty-log-test -i 2", "3..");
+    refused("dirty-log-test -I 0", "1..");
+    refused("dirty-log-test -c 0", "256..=65536");
+    refused("dirty-log-test -c 65537", "256..=65536");
+    refused("dirty-log-test -p 0x800", "multiple of the page size");
+    refused("dirty-log-test -b 1G -p 0xffc0000000", "40-bit");
+    refused("dirty-log-test -v 1024 -b 1G", "40-bit");
+}
+
+#[test]
 fn tests_that_cannot_be_run() {
     refused("memslot -s 0", "-1 for as many");
     refused("memslot -s 1", "2..=32764");
@@ -145,9 +164,11 @@ fn tests_that_cannot_be_run() {
     refused("memslot -l -1", "negative");
     refused("memslot -l long", "number of seconds");
     refused("memslot -r 0", "1..");
-    refused("memslot -b 0", "multiple of 16M");
-    refused("memslot -b 24M", "multiple of 16M");
-    refused("memslot -b 1024G", "40-bit");
+    refused("memslot -c 2", "unexpected argument");
+    refused("memslot --vcpus 0", "1..=1024");
+    refused("memslot --bytes 0", "multiple of 16M");
+    refused("memslot --bytes 24M", "multiple of 16M");
+    refused("memslot --bytes 1024G", "40-bit");
 }
 
 #[test]

@@ -64,11 +64,11 @@ pub(crate) struct Options {
     verbose: bool,
 
     /// vCPUs, each a host thread; the kernel's test has one
-    #[arg(short = 'c', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MAX_VCPUS))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MAX_VCPUS))]
     vcpus: u32,
 
     /// Memory of the move and RW tests; unmap has a quarter and map a sixteenth of it
-    #[arg(short = 'b', long, value_name = "SIZE", default_value = "512M")]
+    #[arg(long, value_name = "SIZE", default_value = "512M")]
     bytes: Size,
 
     /// What backs guest memory; `help` lists
@@ -76,7 +76,7 @@ pub(crate) struct Options {
     pub(crate) backing: OrHelp<Backing>,
 
     /// Guest mode by number or name; `help` lists
-    #[arg(short = 'm', long, value_name = "MODE", default_value = guest_mode::DEFAULT)]
+    #[arg(long, value_name = "MODE", default_value = guest_mode::DEFAULT)]
     pub(crate) mode: OrHelp<GuestMode>,
 
     #[command(flatten)]
@@ -140,11 +140,11 @@ impl Options {
             return usage(format!("-f {first_test} -e {last_test}: the last test comes first"));
         }
         if bytes == Size(0) || !bytes.0.is_multiple_of(MULTIPLE) {
-            return usage(format!("-b {bytes}: give a multiple of {}", Size(MULTIPLE)));
+            return usage(format!("--bytes {bytes}: give a multiple of {}", Size(MULTIPLE)));
         }
         // With room for the slot that is moved behind all others.
         let Some(room) = bytes.0.checked_add(EXTRA).and_then(|bytes| bytes.checked_mul(2)) else {
-            return usage(format!("-b {bytes}: that is more memory than 64 bits can address"));
+            return usage(format!("--bytes {bytes}: that is more memory than 64 bits can address"));
         };
         // To the layout the whole is one vCPU's and one slot.
         let memory = MemoryOptions {
