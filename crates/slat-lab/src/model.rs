@@ -5,11 +5,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use slat::format::arm::{Granule, Stage2};
-use slat::{Gpa, Hpa};
+use slat::{Gpa, GpaRange, Hpa};
 use slat_model::{Cpu, Features, HostMemory, HostMemoryError, Model, OnViolation, Registers};
 use slat_vm::{
-    Access, DirtyRing, Exit, FaultError, Host, HostError, HostPage, Hva, SlotConfig, Vcpu, Vm,
-    VmOptions, Worker,
+    Access, DirtyRing, Exit, FaultError, Host, HostError, HostPage, Hva, PreFault, SlotConfig,
+    Vcpu, Vm, VmOptions, Worker,
 };
 
 use crate::config::GuestConfig;
@@ -223,6 +223,11 @@ impl<'a, 'm, G: Granule> ModelVcpu<'a, 'm, G> {
         let cpu = vm.machine().cpu(index, registers);
         let cpu = cpu.ok_or_else(|| Failure::Run(format!("the machine has no CPU {index}")))?;
         Ok(Self { vm, cpu, vcpu })
+    }
+
+    /// Maps memory ahead of any access, as far as `go_on` agrees.
+    pub(crate) fn pre_fault(&mut self, range: GpaRange, go_on: impl FnMut() -> bool) -> PreFault {
+        self.vcpu.pre_fault(self.vm, range, go_on)
     }
 
     /// Its dirty ring, if the VM has any.

@@ -12,6 +12,7 @@ mod memslot;
 mod memslot_stress;
 mod mmu_stress;
 mod page_table;
+mod pre_fault;
 
 /// Everything that is said about each workload: its variant and module, its name on the command line, the kernel's test
 /// whose options and phases it has, and what it does.
@@ -59,8 +60,9 @@ workloads! {
         "Map, unmap, move and use memory in few or very many memslots"
     MemslotStress(memslot_stress) "memslot-stress", as "memslot_modification_stress_test":
         "Memslots come and go while vCPUs run"
+    PreFault(pre_fault) "pre-fault", as "pre_fault_memory_test": "Map memory ahead of any access"
     MmuStress(mmu_stress) "mmu-stress", as "mmu_stress_test":
-        "Write all memory, reset, write, make it read-only under way, writable, unmap half"
+        "Write all memory while the host makes it read-only and writable"
 }
 
 /// One line for each workload.

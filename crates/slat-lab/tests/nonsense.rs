@@ -153,6 +153,15 @@ fn logs_that_cannot_be() {
 }
 
 #[test]
+fn what_cannot_be_mapped_ahead() {
+    refused("pre-fault -b 1G", "unexpected argument");
+    refused("pre-fault --vcpus 0", "1..=1024");
+    refused("pre-fault --source hugetlb", "-s help");
+    refused("pre-fault --mode 9", "-m help");
+    refused("pre-fault --clock virtual", "not yet");
+}
+
+#[test]
 fn tests_that_cannot_be_run() {
     refused("memslot -s 0", "-1 for as many");
     refused("memslot -s 1", "2..=32764");
@@ -211,6 +220,11 @@ fn lists_are_printed_on_demand() {
                 "kvm_page_table_test",
                 "demand-paging",
                 "access-tracking",
+                "dirty-log-test",
+                "memslot_perf_test",
+                "memslot-stress",
+                "mmu-stress",
+                "pre-fault",
             ],
         ),
         ("--version", &["slat "]),
