@@ -170,7 +170,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             let found = {
                 let pin = worker.hands.participant.pin();
                 let map = self.slots.read(&pin)?;
-                map.after(space, at).find_map(|slot| {
+                map.backed_after(range, space, at).find_map(|slot| {
                     let from = if slot.id.space == space { at } else { 0 };
                     Some((slot.id.space, slot.next_backed(range, from, F::PAGE_SHIFT)?))
                 })

@@ -11,12 +11,12 @@ use core::ptr::NonNull;
 
 use slat::{Gpa, GpaRange, Machine, Participant, Pin};
 
-use crate::OtherMachine;
 use crate::heap::{OutOfMemory, boxed, with_room};
 use crate::lock::{Held, Lock};
 use crate::sabotage::{Skip, skips};
 use crate::slot::{SlotId, Version};
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
+use crate::{HvaRange, OtherMachine};
 
 /// The slots of one VM.
 #[derive(Debug)]
@@ -42,8 +42,12 @@ pub(crate) struct Map {
 #[derive(Clone, Copy, Debug)]
 struct Place {
     space: u16,
+    pinned: bool,
     start: u64,
     end: u64,
+    /// The host addresses behind it, shared and private, so that those who look for one need not follow the pointer.
+    hva: u64,
+    private: u64,
     version: NonNull<Version>,
 }
 
@@ -54,6 +58,24 @@ const _: fn() = || {
 };
 
 impl Place {
+    /// Of a version that has just been made.
+    fn new(version: NonNull<Version>) -> Self {
+        // SAFETY: the caller has just made it and nobody else has it.
+        let Version { range, id, config, .. } = unsafe { version.as_ref() };
+        let (start, end) = (range.start().0, range.end().0);
+        let private = config.private.unwrap_or(config.hva).0;
+        let (hva, pinned) = (config.hva.0, config.pinned);
+        Self { space: id.space, pinned, start, end, hva, private, version }
+    }
+
+    /// Whether some of the host addresses are behind it.
+    fn is_backed_by(&self, range: HvaRange) -> bool {
+        let size = self.end - self.start;
+        let behind =
+            |base: u64| base < range.end().0 && range.start().0 < base.saturating_add(size);
+        behind(self.hva) || behind(self.private)
+    }
+
     fn version(&self) -> &Version {
         // SAFETY: a version is freed after a grace period that began when no current map had it any more. Whoever
         // reaches this place has the map from `Slots::read` and is pinned since before, or holds the lock under which
@@ -97,17 +119,24 @@ impl Map {
         self.places.get(first).filter(overlaps).map(Place::version)
     }
 
-    /// The slots that end after an address of an address space, in order, those of later spaces included.
-    pub(crate) fn after(&self, space: u16, at: u64) -> impl Iterator<Item = &Version> {
+    /// The slots behind which some of `range` lies and that end after an address of an address space, in order, those of
+    /// later spaces included: a look at each.
+    pub(crate) fn backed_after(
+        &self,
+        range: HvaRange,
+        space: u16,
+        at: u64,
+    ) -> impl Iterator<Item = &Version> {
         let first = self.places.partition_point(|place| (place.space, place.end) <= (space, at));
-        self.places.iter().skip(first).map(Place::version)
+        let places = self.places.iter().skip(first);
+        places.filter(move |place| place.is_backed_by(range)).map(Place::version)
     }
 
     /// The slots that are pinned.
     pub(crate) fn pinned(&self) -> impl Iterator<Item = &Version> {
         let none = self.pinned == 0;
         let places = if none { &[] } else { self.places.as_slice() };
-        places.iter().map(Place::version).filter(|version| version.config.pinned)
+        places.iter().filter(|place| place.pinned).map(Place::version)
     }
 
     /// The same slots without `remove` and with `add`, whose addresses and number are free then.
@@ -128,19 +157,18 @@ impl Map {
                 .map(|&(id, index)| (id, index - u32::from(index as usize > removed))),
         );
         if let Some(version) = add {
-            // SAFETY: `plan` has just made it and nobody else has it.
-            let (range, id) = unsafe { (version.as_ref().range, version.as_ref().id) };
-            let (space, start, end) = (id.space, range.start().0, range.end().0);
-            let at =
-                places.partition_point(|place: &Place| (place.space, place.start) < (space, start));
-            places.insert(at, Place { space, start, end, version });
+            let place = Place::new(version);
+            let before = |other: &Place| (other.space, other.start) < (place.space, place.start);
+            let at = places.partition_point(before);
+            places.insert(at, place);
             for (_, index) in &mut ids {
                 *index += u32::from(*index as usize >= at);
             }
+            let id = place.version().id;
             let number = ids.partition_point(|&(other, _)| other < id);
             ids.insert(number, (id, at as u32));
         }
-        let pinned = places.iter().filter(|place| place.version().config.pinned).count();
+        let pinned = places.iter().filter(|place| place.pinned).count();
         Ok(Self { places, ids, pinned })
     }
 
