@@ -354,3 +354,44 @@ fn a_log_that_goes_away_during_a_collection_is_said_to_be_gone() {
     drop(guest);
     finish(vm, vec![worker, other]);
 }
+
+#[test]
+fn a_write_that_only_the_log_forbids_does_not_ask_the_host() {
+    let machine = Watched::new(1);
+    for options in [VmOptions::default(), eager(BLOCK)] {
+        let (vm, mut worker) = vm_with_slot(&machine, BLOCK, HUGE_2M, options);
+        let mut guest = Guest::new(&vm, 0);
+        guest.write(0, 1);
+        vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+        // Without eager split, the first write splits the block, and asks.
+        guest.write(0, 2);
+        vm.host().asked.lock().unwrap().clear();
+        for page in 1..512 {
+            assert_eq!(guest.write(page * PAGE, 3), 1);
+        }
+        assert_eq!(*vm.host().asked.lock().unwrap(), []);
+        let fast = guest.vcpu.statistics().fast;
+        assert_eq!(fast, 511 + u64::from(options.eager_split.is_some()));
+        assert_eq!(collect(&vm, &mut worker, 0, 512).len(), 512);
+        drop(guest);
+        finish(vm, vec![worker]);
+    }
+}
+
+#[test]
+fn a_page_that_the_host_has_not_made_writable_is_asked_for_also_under_a_log() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    vm.host().alter(5 * PAGE, |page| page.writable = false);
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    guest.read(5 * PAGE);
+    vm.host().answers.lock().unwrap().clear();
+    vm.host().asked.lock().unwrap().clear();
+    guest.write(5 * PAGE, 1);
+    assert_eq!(*vm.host().asked.lock().unwrap(), [(Hva(5 * PAGE), Access::Write)]);
+    assert_eq!(guest.vcpu.statistics().fast, 0);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [5]);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
