@@ -158,7 +158,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     }
 
     /// Calls `each` for every piece of guest addresses that `range` is behind, not pinned, one address space after the
-    /// other. A slot that appears meanwhile may be left out.
+    /// other; also for a whole slot that is being deleted or moved, since it may still be translated. A slot that appears
+    /// meanwhile may be left out.
     pub(crate) fn each_backed<E: From<OtherMachine>>(
         &self,
         worker: &mut Worker<'m, M>,
@@ -166,10 +167,19 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         mut each: impl FnMut(&mut Worker<'m, M>, u16, GpaRange) -> Result<(), E>,
     ) -> Result<(), E> {
         let (mut space, mut at) = (0, 0);
+        let mut left = None;
         loop {
             let found = {
                 let pin = worker.hands.participant.pin();
                 let map = self.slots.read(&pin)?;
+                // One at a time: when another one leaves, the translations of the one before are gone.
+                let leaving = map.leaving().filter(|slot| left != Some(slot.number));
+                if let Some(slot) = leaving.filter(|slot| slot.backing.is_in(range)) {
+                    drop(pin);
+                    left = Some(slot.number);
+                    each(worker, slot.space, slot.range)?;
+                    continue;
+                }
                 map.backed_after(range, space, at).find_map(|slot| {
                     let from = if slot.id.space == space { at } else { 0 };
                     Some((slot.id.space, slot.next_backed(range, from, F::PAGE_SHIFT)?))

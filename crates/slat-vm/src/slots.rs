@@ -37,6 +37,42 @@ pub(crate) struct Map {
     ids: Vec<(SlotId, u32)>,
     /// How many of them are pinned.
     pinned: usize,
+    /// What the last change has taken out, for those who must know what may still be translated.
+    leaving: Option<Leaving>,
+}
+
+/// A slot that is no more, and whose translations may not be gone yet: they are when the next map is published.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Leaving {
+    /// That of its version.
+    pub(crate) number: u64,
+    pub(crate) space: u16,
+    pub(crate) range: GpaRange,
+    pub(crate) backing: Backing,
+}
+
+/// The host addresses behind a slot, shared and private.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Backing {
+    shared: u64,
+    private: u64,
+    size: u64,
+}
+
+impl Backing {
+    fn of(version: &Version) -> Self {
+        let Version { config, range, .. } = version;
+        let private = config.private.unwrap_or(config.hva).0;
+        Self { shared: config.hva.0, private, size: range.size() }
+    }
+
+    /// Whether some of `range` is among them.
+    pub(crate) fn is_in(self, range: HvaRange) -> bool {
+        let overlaps = |base: u64| {
+            base < range.end().0 && range.start().0 < base.saturating_add(self.size)
+        };
+        overlaps(self.shared) || overlaps(self.private)
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -45,9 +81,8 @@ struct Place {
     pinned: bool,
     start: u64,
     end: u64,
-    /// The host addresses behind it, shared and private, so that those who look for one need not follow the pointer.
-    hva: u64,
-    private: u64,
+    /// A copy, so that those who look for a host address need not follow the pointer.
+    backing: Backing,
     version: NonNull<Version>,
 }
 
@@ -61,19 +96,10 @@ impl Place {
     /// Of a version that has just been made.
     fn new(version: NonNull<Version>) -> Self {
         // SAFETY: the caller has just made it and nobody else has it.
-        let Version { range, id, config, .. } = unsafe { version.as_ref() };
-        let (start, end) = (range.start().0, range.end().0);
-        let private = config.private.unwrap_or(config.hva).0;
-        let (hva, pinned) = (config.hva.0, config.pinned);
-        Self { space: id.space, pinned, start, end, hva, private, version }
-    }
-
-    /// Whether some of the host addresses are behind it.
-    fn is_backed_by(&self, range: HvaRange) -> bool {
-        let size = self.end - self.start;
-        let behind =
-            |base: u64| base < range.end().0 && range.start().0 < base.saturating_add(size);
-        behind(self.hva) || behind(self.private)
+        let new = unsafe { version.as_ref() };
+        let (start, end) = (new.range.start().0, new.range.end().0);
+        let (space, pinned, backing) = (new.id.space, new.config.pinned, Backing::of(new));
+        Self { space, pinned, start, end, backing, version }
     }
 
     fn version(&self) -> &Version {
@@ -86,7 +112,7 @@ impl Place {
 
 impl Map {
     fn empty() -> Self {
-        Self { places: Vec::new(), ids: Vec::new(), pinned: 0 }
+        Self { places: Vec::new(), ids: Vec::new(), pinned: 0, leaving: None }
     }
 
     /// The slot of address space `space` that `gpa` lies in: log time, a few comparisons where it is the slot that was
@@ -129,7 +155,12 @@ impl Map {
     ) -> impl Iterator<Item = &Version> {
         let first = self.places.partition_point(|place| (place.space, place.end) <= (space, at));
         let places = self.places.iter().skip(first);
-        places.filter(move |place| place.is_backed_by(range)).map(Place::version)
+        places.filter(move |place| place.backing.is_in(range)).map(Place::version)
+    }
+
+    /// The slot that was deleted or is being moved, if that was the last change.
+    pub(crate) fn leaving(&self) -> Option<Leaving> {
+        self.leaving
     }
 
     /// The slots that are pinned.
@@ -169,7 +200,12 @@ impl Map {
             ids.insert(number, (id, at as u32));
         }
         let pinned = places.iter().filter(|place| place.pinned).count();
-        Ok(Self { places, ids, pinned })
+        let removed = self.places.get(removed).filter(|_| add.is_none());
+        let leaving = removed.map(|place| {
+            let &Version { number, id, range, .. } = place.version();
+            Leaving { number, space: id.space, range, backing: place.backing }
+        });
+        Ok(Self { places, ids, pinned, leaving })
     }
 
     fn index_of(&self, id: SlotId) -> Option<usize> {
