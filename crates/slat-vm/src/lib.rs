@@ -92,9 +92,9 @@ mod progress;
 mod protect;
 mod reset;
 mod ring;
-#[cfg(not(loom))]
+#[cfg(not(any(loom, shuttle)))]
 mod sabotage;
-#[cfg(loom)]
+#[cfg(any(loom, shuttle))]
 pub mod sabotage;
 mod shared;
 mod slot;

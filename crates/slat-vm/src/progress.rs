@@ -25,14 +25,14 @@ use crate::sabotage::{Skip, skips};
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, fence};
 
 /// How many ranges can be listed as in progress one by one.
-const LISTED: usize = if cfg!(loom) { 2 } else { 64 };
+const LISTED: usize = if cfg!(any(loom, shuttle)) { 2 } else { 64 };
 /// The most ranges of one invalidation that are listed one by one; what is more is listed as one range around all.
-const AT_ONCE: usize = if cfg!(loom) { 1 } else { 8 };
+const AT_ONCE: usize = if cfg!(any(loom, shuttle)) { 1 } else { 8 };
 /// How many ended ranges a fault may be behind (rule 7).
-const REMEMBERED: u64 = if cfg!(loom) { 1 } else { 32 };
+const REMEMBERED: u64 = if cfg!(any(loom, shuttle)) { 1 } else { 32 };
 /// Places of the ring. More than are remembered, so that a reader sees a range overwritten only after its count has
 /// run far ahead.
-const RING: usize = if cfg!(loom) { 4 } else { 64 };
+const RING: usize = if cfg!(any(loom, shuttle)) { 4 } else { 64 };
 
 /// Addresses from `start` up to `end`, whole granules, with their kind in the lowest bits of `start`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -274,7 +274,7 @@ fn places(mut bits: u64) -> impl Iterator<Item = usize> {
     })
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use slat::{Gpa, Participant};
     use slat_model::Model;

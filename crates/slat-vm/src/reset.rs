@@ -106,7 +106,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
 

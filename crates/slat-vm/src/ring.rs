@@ -20,7 +20,7 @@ use crate::sync::{AtomicU64, Ordering};
 
 /// Entries that are left free when a vCPU is told that its ring is full: what it may still fill before it is out of the
 /// guest.
-const LEFT: u64 = if cfg!(loom) { 1 } else { 64 };
+const LEFT: u64 = if cfg!(any(loom, shuttle)) { 1 } else { 64 };
 
 const DIRTY: u64 = 1;
 const HARVESTED: u64 = 2;
@@ -184,7 +184,7 @@ impl DirtyRing {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
     use super::*;
 

@@ -1,9 +1,12 @@
 //! Steps of the concurrency protocol that a model test leaves out, to show that the model would see it. Outside of
-//! loom nothing can be left out, and asking costs nothing.
+//! loom and shuttle nothing can be left out, and asking costs nothing.
 
 /// A step that is left out, or a wrong variant that is taken instead. Each names the rule that it breaks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[cfg_attr(not(loom), allow(dead_code, unreachable_pub, reason = "only models leave anything out"))]
+#[cfg_attr(
+    not(any(loom, shuttle)),
+    allow(dead_code, unreachable_pub, reason = "only models leave anything out")
+)]
 pub enum Skip {
     /// Rule 7: the grace period between the listing of a range and its unmap.
     InvalidationGrace,
@@ -32,29 +35,29 @@ pub enum Skip {
 }
 
 /// Whether `step` is left out.
-#[cfg(not(loom))]
+#[cfg(not(any(loom, shuttle)))]
 #[inline(always)]
 pub(crate) const fn skips(_: Skip) -> bool {
     false
 }
 
-#[cfg(loom)]
+#[cfg(any(loom, shuttle))]
 extern crate std;
 
-#[cfg(loom)]
+#[cfg(any(loom, shuttle))]
 std::thread_local! {
-    // loom runs all threads of an execution on the OS thread of its test.
+    // loom and shuttle run all threads of an execution on the OS thread of its test.
     static LEFT_OUT: core::cell::Cell<Option<Skip>> = const { core::cell::Cell::new(None) };
 }
 
 /// Whether `step` is left out.
-#[cfg(loom)]
+#[cfg(any(loom, shuttle))]
 pub(crate) fn skips(step: Skip) -> bool {
     LEFT_OUT.get() == Some(step)
 }
 
 /// Leaves out `step`, and nothing else, from now on and on this OS thread.
-#[cfg(loom)]
+#[cfg(any(loom, shuttle))]
 pub fn leave_out(step: Option<Skip>) {
     LEFT_OUT.set(step);
 }

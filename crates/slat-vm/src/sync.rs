@@ -1,8 +1,8 @@
-//! Every atomic of this crate comes through here, so that loom can stand in for all of them, as it does in the engine.
+//! Every atomic of this crate comes through here, so that loom or shuttle can stand in for all of them, as in the engine.
 
-#[cfg(not(loom))]
+#[cfg(not(any(loom, shuttle)))]
 pub(crate) use core::sync::atomic::{
     AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
 };
-#[cfg(loom)]
+#[cfg(any(loom, shuttle))]
 pub(crate) use slat::sync::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};

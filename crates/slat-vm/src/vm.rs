@@ -55,7 +55,8 @@ impl Default for VmOptions {
 /// The most address spaces of one VM.
 const MAX_SPACES: u16 = 64;
 /// Sizes of a dirty ring.
-const RINGS: core::ops::RangeInclusive<u32> = if cfg!(loom) { 4..=4 } else { 256..=65536 };
+const RINGS: core::ops::RangeInclusive<u32> =
+    if cfg!(any(loom, shuttle)) { 4..=4 } else { 256..=65536 };
 
 /// Why a VM cannot be made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -104,7 +104,7 @@ impl<'p, M: Machine> Frozen<'p, M> {
 }
 
 /// How many tables of one parent are frozen, and then replaced with one invalidation.
-const AT_ONCE: usize = if cfg!(loom) { 2 } else { 8 };
+const AT_ONCE: usize = if cfg!(any(loom, shuttle)) { 2 } else { 8 };
 
 /// A frozen table whose parent entry is LOCKED, until it is invalidated.
 struct Pending {

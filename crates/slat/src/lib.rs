@@ -101,14 +101,14 @@ mod protect;
 pub mod rcu;
 mod relax;
 mod reserve;
-#[cfg(not(loom))]
+#[cfg(not(any(loom, shuttle)))]
 mod sabotage;
-#[cfg(loom)]
+#[cfg(any(loom, shuttle))]
 pub mod sabotage;
 mod split;
-#[cfg(not(loom))]
+#[cfg(not(any(loom, shuttle)))]
 mod sync;
-#[cfg(loom)]
+#[cfg(any(loom, shuttle))]
 pub mod sync;
 mod table;
 mod tree;

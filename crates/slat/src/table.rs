@@ -113,12 +113,12 @@ impl<'p, M: Machine> Table<'p, M> {
 
     /// Stores `first`, `first + step`, … into entries `from..to` of a table that this thread owns and that is not linked.
     pub(crate) fn fill_steps(&self, from: usize, to: usize, first: u64, step: u64) {
-        #[cfg(not(loom))]
+        #[cfg(not(any(loom, shuttle)))]
         // SAFETY: as in `entry`; nobody else knows the table, so plain stores race with nothing.
         unsafe {
             fill_steps(self.first.add(from).cast(), to - from, first, step);
         }
-        #[cfg(loom)]
+        #[cfg(any(loom, shuttle))]
         for index in from..to {
             let entry = first + (index - from) as u64 * step;
             self.entry(index).0.store(entry, Ordering::Relaxed);
@@ -131,12 +131,12 @@ impl<'p, M: Machine> Table<'p, M> {
     #[inline(always)]
     pub(crate) fn fill(&self, from: usize, to: usize, entry: impl Fn(usize) -> u64) {
         for index in from..to {
-            #[cfg(not(loom))]
+            #[cfg(not(any(loom, shuttle)))]
             // SAFETY: as in `entry`; nobody else knows the table, so a plain store races with nothing.
             unsafe {
                 self.first.add(index).cast::<u64>().write(entry(index));
             }
-            #[cfg(loom)]
+            #[cfg(any(loom, shuttle))]
             self.entry(index).0.store(entry(index), Ordering::Relaxed);
         }
         self.machine.observe(Event::Fill { table: self.base });
@@ -147,7 +147,7 @@ impl<'p, M: Machine> Table<'p, M> {
 ///
 /// # Safety
 /// `count` entries from `place` on are the caller's alone.
-#[cfg(not(loom))]
+#[cfg(not(any(loom, shuttle)))]
 #[inline(never)]
 unsafe fn fill_steps(place: NonNull<u64>, count: usize, first: u64, step: u64) {
     // SAFETY: the caller's promise.
@@ -168,18 +168,18 @@ unsafe fn fill_steps(place: NonNull<u64>, count: usize, first: u64, step: u64) {
 
 /// Whether this CPU exchanges 16 bytes at once (x86: CPUID.01H:ECX.CMPXCHG16B\[13\], Intel SDM vol. 2A).
 pub(crate) fn has_pair_exchange() -> bool {
-    #[cfg(all(target_arch = "x86_64", not(loom)))]
+    #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle))))]
     {
         core::arch::x86_64::__cpuid(1).ecx & 1 << 13 != 0
     }
-    #[cfg(not(all(target_arch = "x86_64", not(loom))))]
+    #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle)))))]
     {
         false
     }
 }
 
 /// Callers have asked [`has_pair_exchange`].
-#[cfg(all(target_arch = "x86_64", not(loom)))]
+#[cfg(all(target_arch = "x86_64", not(any(loom, shuttle))))]
 #[inline(always)]
 fn pair_exchange(first: &Entry, old: [u64; 2], new: [u64; 2]) -> bool {
     let done: u64;
@@ -203,7 +203,7 @@ fn pair_exchange(first: &Entry, old: [u64; 2], new: [u64; 2]) -> bool {
     done as u8 != 0
 }
 
-#[cfg(not(all(target_arch = "x86_64", not(loom))))]
+#[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle)))))]
 #[inline(always)]
 fn pair_exchange(_: &Entry, _: [u64; 2], _: [u64; 2]) -> bool {
     false

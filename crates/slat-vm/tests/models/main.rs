@@ -8,6 +8,8 @@
 //! bound.
 #![cfg(loom)]
 
+#[path = "../../../slat/tests/models/explorer.rs"]
+mod explorer;
 #[path = "../../../slat/tests/models/format.rs"]
 #[allow(dead_code, reason = "the engine's models use all of it")]
 mod format;

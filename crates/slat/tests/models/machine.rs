@@ -1,48 +1,44 @@
-//! A machine for loom: tables made of loom's atomics, and CPUs with the worst TLBs that Arm permits.
+//! A machine for loom and shuttle: tables made of their atomics, and CPUs with the worst TLBs that Arm permits.
 //!
-//! A violation does not panic where it is seen, since half of an operation would then be unwound outside of loom's
+//! A violation does not panic where it is seen, since half of an operation would then be unwound outside of the explorer's
 //! control. It is remembered, the execution goes on to its end (freed tables stay readable until then), and
 //! [`World`](crate::world::World) reports it there.
 #![expect(unsafe_code, reason = "a machine promises that its tables are what it says")]
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
-use loom::cell::UnsafeCell;
-use loom::thread::ThreadId;
 use slat::maintenance::{Features, Instruction};
-use slat::{Entry, Event, Format, Gpa, Hpa, Machine, Slot, sabotage, sync};
+use slat::{Entry, Event, Format, Gpa, Hpa, Machine, Slot, sabotage};
 
+use crate::explorer::{self, Life, PATIENCE, thread, turn};
 use crate::format::{PAGE, Tiny};
 use crate::tlb::{Cached, Cover, Tlb};
 
 const ENTRIES: usize = 1 << Tiny::INDEX_BITS;
-/// More waits than any execution has in which somebody settles what is waited for.
-const PATIENCE: usize = 200;
 
-/// One table, with what loom needs to see that its last use comes before its end.
+/// One table.
 struct Table {
     entries: Box<[Entry]>,
     freed: bool,
-    life: UnsafeCell<()>,
+    life: Life,
 }
 
 /// One CPU of the guest.
 struct Cpu {
     tlb: Mutex<Tlb>,
     /// Held during a walk and the access that it is for: an invalidation waits for them, as `dsb` does.
-    walking: loom::sync::Mutex<()>,
+    walking: explorer::Mutex<()>,
 }
 
 impl Cpu {
     fn new() -> Self {
-        Self { tlb: Mutex::new(Tlb::default()), walking: loom::sync::Mutex::new(()) }
+        Self { tlb: Mutex::new(Tlb::default()), walking: explorer::Mutex::new(()) }
     }
 
-    fn exclude_walks(&self) -> loom::sync::MutexGuard<'_, ()> {
-        sync::turn();
+    fn exclude_walks(&self) -> explorer::MutexGuard<'_, ()> {
+        turn();
         self.walking.lock().unwrap()
     }
 
@@ -53,7 +49,7 @@ impl Cpu {
 
 /// Table memory, CPUs, and what has gone wrong.
 ///
-/// The locks of `std` are never held across an operation of loom, so they are never contended.
+/// The locks of `std` are never held across an operation of the explorer, so they are never contended.
 pub(crate) struct Tables {
     format: Tiny,
     slots: Vec<Slot>,
@@ -61,9 +57,9 @@ pub(crate) struct Tables {
     root: OnceLock<Hpa>,
     cpus: Vec<Cpu>,
     /// Which thread is which CPU.
-    running: Mutex<Vec<(ThreadId, usize)>>,
+    running: Mutex<Vec<(thread::ThreadId, usize)>>,
     /// Invalidations that no barrier has completed yet.
-    pending: Mutex<Vec<(ThreadId, Cover)>>,
+    pending: Mutex<Vec<(thread::ThreadId, Cover)>>,
     waits: AtomicUsize,
     violation: Mutex<Option<String>>,
     features: Features,
@@ -108,12 +104,15 @@ impl Tables {
 
     /// The calling thread runs this CPU from now on: what is invalidated locally is invalidated there.
     pub(crate) fn run_cpu(&self, cpu: usize) {
-        self.running.lock().unwrap().push((loom::thread::current().id(), cpu));
+        let me = thread::current().id();
+        let mut running = self.running.lock().unwrap();
+        running.retain(|&(thread, _)| thread != me);
+        running.push((me, cpu));
     }
 
     fn trace(&self, what: &dyn std::fmt::Debug) {
         if self.trace {
-            println!("{:?}: {what:x?}", loom::thread::current().id());
+            println!("{:?}: {what:x?}", thread::current().id());
         }
     }
 
@@ -146,8 +145,7 @@ impl Tables {
         }
         let memory = self.memory.lock().unwrap();
         let table = &memory[Self::index(address)];
-        // loom panics if the table's end does not happen before or after this use.
-        let ordered = catch_unwind(AssertUnwindSafe(|| table.life.with(|_| ()))).is_ok();
+        let ordered = table.life.used();
         let freed = table.freed;
         drop(memory);
         if freed || !ordered {
@@ -163,7 +161,7 @@ impl Tables {
         let mut memory = self.memory.lock().unwrap();
         let table = &mut memory[Self::index(address)];
         let twice = std::mem::replace(&mut table.freed, true);
-        let ordered = catch_unwind(AssertUnwindSafe(|| table.life.with_mut(|_| ()))).is_ok();
+        let ordered = table.life.ends();
         drop(memory);
         if twice {
             self.violation("a table was freed twice");
@@ -194,12 +192,12 @@ impl Tables {
     }
 
     fn later(&self, cover: Cover) {
-        self.pending.lock().unwrap().push((loom::thread::current().id(), cover));
+        self.pending.lock().unwrap().push((thread::current().id(), cover));
     }
 
     /// A barrier completes this thread's invalidations.
     fn complete(&self, cpu: Option<usize>) {
-        let me = loom::thread::current().id();
+        let me = thread::current().id();
         let mut pending = self.pending.lock().unwrap();
         let mine = pending.extract_if(.., |(thread, _)| *thread == me);
         let covers: Vec<Cover> = mine.map(|(_, cover)| cover).collect();
@@ -278,10 +276,21 @@ impl Tables {
         true
     }
 
+    /// An instruction fetch by the guest, as [`access`](Self::access).
+    #[cfg(shuttle)]
+    pub(crate) fn fetch(&self, cpu: usize, gpa: Gpa, with: impl FnOnce(Hpa)) -> bool {
+        let cpu = &self.cpus[cpu];
+        let _walks = cpu.exclude_walks();
+        self.walk(cpu, gpa);
+        let Some(cached) = cpu.tlb().leaf(gpa).filter(Cached::executes) else { return false };
+        with(cached.translate(gpa));
+        true
+    }
+
     /// Whether any CPU's TLB translates `gpa` in a way that `bad` says it must not, or did until an invalidation of
     /// which the calling thread cannot know that it is complete.
     pub(crate) fn caches(&self, gpa: Gpa, bad: impl Fn(&Cached) -> bool) -> bool {
-        sync::turn();
+        turn();
         self.cpus.iter().any(|cpu| {
             let tlb = cpu.tlb();
             tlb.leaf(gpa).is_some_and(|leaf| bad(&leaf)) || tlb.may_still_cache(gpa, &bad)
@@ -296,7 +305,7 @@ unsafe impl Machine for Tables {
         assert_eq!(tables, 1);
         let entries = (0..ENTRIES).map(|_| Entry::new()).collect();
         let mut memory = self.memory.lock().unwrap();
-        memory.push(Table { entries, freed: false, life: UnsafeCell::new(()) });
+        memory.push(Table { entries, freed: false, life: Life::new() });
         Some(Hpa(memory.len() as u64 * PAGE))
     }
 
@@ -328,7 +337,7 @@ unsafe impl Machine for Tables {
             }
             Instruction::DsbIsh => self.complete(None),
             Instruction::DsbNsh => {
-                let me = loom::thread::current().id();
+                let me = thread::current().id();
                 let running = self.running.lock().unwrap();
                 let cpu = running.iter().find(|(thread, _)| *thread == me).map(|&(_, cpu)| cpu);
                 drop(running);
@@ -345,7 +354,7 @@ unsafe impl Machine for Tables {
             // So that the execution can end.
             sabotage::leave_out(None);
         }
-        loom::thread::yield_now();
+        thread::yield_now();
     }
 
     fn observe(&self, event: Event) {

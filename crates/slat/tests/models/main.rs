@@ -12,6 +12,7 @@
 
 mod collapse;
 mod dirty;
+mod explorer;
 mod format;
 mod host;
 mod log;

@@ -1,16 +1,17 @@
 //! What one CPU remembers of its walks. It never forgets by itself, and prefers what it remembers.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
-use loom::cell::UnsafeCell;
 use slat::{Format, Gpa, Hpa, Level};
 
+use crate::explorer::Life;
 use crate::format::Tiny;
 
 /// S2AP\[1\]: a write is permitted.
 const PERMITS_WRITE: u64 = 1 << 7;
 /// The other bit of [`Format::WRITE`]: hardware sets S2AP\[1\] at the first write.
 const DBM: u64 = Tiny::WRITE & !PERMITS_WRITE;
+/// XN\[1\]: no instruction is fetched.
+#[cfg(shuttle)]
+const EXECUTE_NEVER: u64 = 1 << 54;
 
 /// A leaf as it was when it was walked to.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +34,12 @@ impl Cached {
     /// Whether a write goes through.
     pub(crate) fn writes(&self) -> bool {
         self.entry & PERMITS_WRITE != 0
+    }
+
+    /// Whether an instruction is fetched.
+    #[cfg(shuttle)]
+    pub(crate) fn executes(&self) -> bool {
+        self.entry & EXECUTE_NEVER == 0
     }
 
     /// Whether a write goes through as soon as hardware has noted it in the entry.
@@ -70,8 +77,8 @@ impl Cover {
 #[derive(Debug, Default)]
 pub(crate) struct Tlb {
     leaves: Vec<Cached>,
-    /// What was invalidated, each with a cell that was written then.
-    gone: Vec<(Cached, UnsafeCell<()>)>,
+    /// What was invalidated, each with a life that began then.
+    gone: Vec<(Cached, Life)>,
     tables: Vec<(Level, u64, u64, Hpa)>,
 }
 
@@ -127,13 +134,12 @@ impl Tlb {
         })
     }
 
-    /// Whether a leaf over `gpa` that is `bad` was invalidated by a thread that has not told the calling one since. loom
-    /// panics if a cell is read that was not written before, in the order that atomics make.
+    /// Whether a leaf over `gpa` that is `bad` was invalidated by a thread that has not told the calling one since.
     pub(crate) fn may_still_cache(&self, gpa: Gpa, bad: impl Fn(&Cached) -> bool) -> bool {
         self.gone
             .iter()
             .filter(|(leaf, _)| leaf.covers(gpa) && bad(leaf))
-            .any(|(_, written)| catch_unwind(AssertUnwindSafe(|| written.with(|_| ()))).is_err())
+            .any(|(_, since)| !since.used())
     }
 
     /// Whether a walk that begins with what is remembered comes to `table`.
@@ -147,7 +153,7 @@ impl Tlb {
                 && cover.level.is_none_or(|level| level == leaf.level)
         };
         let gone = self.leaves.extract_if(.., goes);
-        self.gone.extend(gone.map(|leaf| (leaf, UnsafeCell::new(()))));
+        self.gone.extend(gone.map(|leaf| (leaf, Life::new())));
         self.tables
             .retain(|&(_, start, size, _)| !(cover.meets(start, size) && cover.level.is_none()));
     }

@@ -1,0 +1,119 @@
+//! What a migration does (rules 8 and 10): enables the log of the slot that stays, collects, copies what was reported.
+
+use slat_vm::sabotage::Skip;
+use slat_vm::{Access, LogError, LogMode, Worker};
+
+use crate::explorer::thread;
+use crate::guest::Guest;
+use crate::machine::Tables;
+use crate::schedules::Schedules;
+use crate::world::{COMES, CPUS, SLOT_PAGES, STAYS, World, draw};
+
+/// A migration, from when the log is on.
+pub(crate) struct Migration<'v, 'm> {
+    world: World<'v, 'm>,
+    worker: Worker<'m, Tables>,
+    mode: LogMode,
+}
+
+impl<'v, 'm> Migration<'v, 'm> {
+    /// Enables the log in a drawn mode, and copies all pages unless all count as written.
+    pub(crate) fn begin(world: World<'v, 'm>) -> Self {
+        let modes = [
+            LogMode::Protect,
+            LogMode::Manual { initially_all_set: false },
+            LogMode::Manual { initially_all_set: true },
+        ];
+        let mode = modes[draw(3) as usize];
+        let mut worker = world.worker();
+        world.vm.enable_log(&mut worker, STAYS, mode).unwrap();
+        if mode != modes[2] {
+            world.truth().copy(u64::MAX);
+        }
+        Self { world, worker, mode }
+    }
+
+    /// One round: collects, clears those of `mask`, and copies them. What was written before is reported, once the
+    /// faults that were in flight have finished.
+    pub(crate) fn round(&mut self, mask: u64) {
+        let Self { world, worker, mode } = self;
+        let changed = world.truth().changed();
+        worker.parts().0.synchronize();
+        let mut bitmap = [0];
+        world.vm.dirty_log(worker, STAYS, &mut bitmap).unwrap();
+        world.expect(changed & !bitmap[0] == 0, "lost: a write is not in the collection after it");
+        let mut copied = bitmap[0];
+        if *mode != LogMode::Protect {
+            copied &= mask;
+            world.vm.clear_dirty_log(worker, STAYS, 0, SLOT_PAGES, &[copied]).unwrap();
+        }
+        world.truth().copy(copied);
+    }
+
+    /// When nobody writes any more: a last round brings the copy up to date and leaves nothing writable.
+    pub(crate) fn end(mut self) {
+        self.round(u64::MAX);
+        let Self { world, mut worker, .. } = self;
+        world.expect(world.truth().changed() == 0, "lost: a write is in no collection");
+        let writable = world.writable(&worker);
+        world.expect(writable == 0, "lost: collected, and writable without a fault");
+        world.vm.disable_log(&mut worker, STAYS).unwrap();
+    }
+}
+
+/// Collects from the slot that comes and goes, which may have a log, or none, or lose it meanwhile.
+pub(crate) fn collects_what_comes_and_goes(world: World<'_, '_>, times: usize) {
+    let mut worker = world.worker();
+    for _ in 0..times {
+        let mut bitmap = [0];
+        match world.vm.dirty_log(&mut worker, COMES, &mut bitmap) {
+            Ok(_) | Err(LogError::NoSlot | LogError::NotEnabled | LogError::Gone) => {}
+            Err(error) => world.expect(false, &format!("a collection gets: {error}")),
+        }
+    }
+}
+
+/// Writes, while a log is enabled, and collected.
+fn collections_against_writes(world: World<'_, '_>) {
+    let migration = thread::scope(|scope| {
+        for cpu in 0..CPUS {
+            scope.spawn(move || Guest::new(world, cpu).run(4, SLOT_PAGES));
+        }
+        let mut migration = Migration::begin(world);
+        for _ in 0..3 {
+            migration.round(draw(16));
+        }
+        migration
+    });
+    migration.end();
+    Guest::new(world, 0).all(Access::Write);
+}
+
+#[test]
+fn every_write_is_in_a_collection_that_comes_after_it() {
+    Schedules::new().explore(collections_against_writes);
+}
+
+#[test]
+#[should_panic(expected = "lost: ")]
+fn a_write_is_lost_if_pages_are_protected_before_their_bits_are_taken() {
+    Schedules::without(Skip::TakeFirst).explore(collections_against_writes);
+}
+
+#[test]
+#[should_panic(expected = "lost: ")]
+fn a_write_is_lost_if_the_bit_is_set_before_the_entry_is_writable() {
+    Schedules::without(Skip::MarkLast).explore(collections_against_writes);
+}
+
+#[test]
+#[should_panic(expected = "lost: ")]
+fn a_fault_that_does_not_check_the_version_escapes_the_log() {
+    Schedules::without(Skip::Version).explore(collections_against_writes);
+}
+
+#[test]
+#[should_panic(expected = "lost: ")]
+fn a_fault_escapes_a_log_that_is_enabled_without_a_grace_period() {
+    Schedules::without(Skip::SlotGrace).explore(collections_against_writes);
+}
