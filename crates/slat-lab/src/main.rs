@@ -22,6 +22,7 @@ mod progress;
 mod random;
 mod report;
 mod size;
+mod soak;
 mod stage;
 mod table;
 mod translations;
@@ -43,6 +44,10 @@ enum Command {
     #[command(flatten)]
     Workload(Workload),
 
+    /// Everything at once under the rule checker, until the time is over or something is found
+    #[command(after_long_help = soak::LONG_HELP, args_override_self = true, allow_negative_numbers = true)]
+    Soak(Box<soak::Options>),
+
     /// One line for each workload: its name, the kernel's test that it follows, what it does
     List,
 }
@@ -50,6 +55,7 @@ enum Command {
 fn main() -> ExitCode {
     let done = match Line::parse().command {
         Command::Workload(workload) => workload.run(),
+        Command::Soak(options) => soak::run(&options),
         Command::List => output::line(&workload::list()),
     };
     match done {

@@ -192,6 +192,22 @@ pub(crate) fn page(memory: &HostMemory, hva: Hva) -> Result<HostPage, HostError>
     Ok(HostPage { output, size: page.size, writable: true, device: false })
 }
 
+/// A fault of the model as the fault path takes it; `None` if it is none that a hypervisor mends.
+pub(crate) fn fault(fault: slat_model::Fault) -> Option<slat_vm::Fault> {
+    let kind = match fault.kind {
+        slat_model::FaultKind::Translation { .. } => slat_vm::FaultKind::Translation,
+        slat_model::FaultKind::Permission { .. } => slat_vm::FaultKind::Permission,
+        slat_model::FaultKind::AccessFlag { .. } => slat_vm::FaultKind::AccessFlag,
+        _ => return None,
+    };
+    let access = match fault.access {
+        slat_model::Access::Read => Access::Read,
+        slat_model::Access::Write => Access::Write,
+        slat_model::Access::Execute => Access::Execute,
+    };
+    Some(slat_vm::Fault { gpa: fault.gpa, access, kind })
+}
+
 /// A vCPU: a CPU of the model, and what the hypervisor keeps for it.
 #[derive(Debug)]
 pub(crate) struct ModelVcpu<'a, 'm, G: Granule> {
@@ -248,18 +264,8 @@ impl<'a, 'm, G: Granule> ModelVcpu<'a, 'm, G> {
     /// Leaves the guest, has the fault mended, and may enter again.
     #[cold]
     fn mend(&mut self, fault: slat_model::Fault) -> Result<(), Broken> {
-        let kind = match fault.kind {
-            slat_model::FaultKind::Translation { .. } => slat_vm::FaultKind::Translation,
-            slat_model::FaultKind::Permission { .. } => slat_vm::FaultKind::Permission,
-            slat_model::FaultKind::AccessFlag { .. } => slat_vm::FaultKind::AccessFlag,
-            _ => return Err(Broken::Hardware(fault)),
-        };
-        let access = match fault.access {
-            slat_model::Access::Read => Access::Read,
-            slat_model::Access::Write => Access::Write,
-            slat_model::Access::Execute => Access::Execute,
-        };
-        match self.vcpu.fault(self.vm, slat_vm::Fault { gpa: fault.gpa, access, kind })? {
+        let mendable = self::fault(fault).ok_or(Broken::Hardware(fault))?;
+        match self.vcpu.fault(self.vm, mendable)? {
             Exit::Resume => Ok(()),
             Exit::Retry => {
                 // Whoever is in the way may need the processor.
