@@ -188,10 +188,15 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     pub(crate) fn mark_taken(&self, who: &Participant<'m, M>, space: u16, gpa: Gpa) {
         let pin = who.pin();
         let Ok(map) = self.slots.read(&pin) else { return };
-        if let Some(version) = map.find(space, gpa, &mut 0)
-            && let Some(log) = version.writes()
+        if let Some(version) = map.find(space, gpa, &mut 0) {
+            if let Some(log) = version.writes() {
+                log.bitmap.mark(version.page_of(gpa, F::PAGE_SHIFT));
+            }
+        } else if let Some(leaving) = map.leaving()
+            && let Some((log, page)) = leaving.log_of(space, gpa, F::PAGE_SHIFT)
         {
-            log.bitmap.mark(version.page_of(gpa, F::PAGE_SHIFT));
+            // The slot moves, and takes its log along when it has waited for this.
+            log.bitmap.mark(page);
         }
     }
 

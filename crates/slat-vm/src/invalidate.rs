@@ -175,9 +175,10 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
                 // One at a time: when another one leaves, the translations of the one before are gone.
                 let leaving = map.leaving().filter(|slot| left != Some(slot.number));
                 if let Some(slot) = leaving.filter(|slot| slot.backing.is_in(range)) {
-                    drop(pin);
                     left = Some(slot.number);
-                    each(worker, slot.space, slot.range)?;
+                    let (space, range) = (slot.space, slot.range);
+                    drop(pin);
+                    each(worker, space, range)?;
                     continue;
                 }
                 map.backed_after(range, space, at).find_map(|slot| {

@@ -196,6 +196,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             return Err(error);
         }
         if let (Some(old), Some(log)) = (&old_log, &log) {
+            // Rule 8: what others have taken out of entries that this has found empty is in the old log then.
+            self.transit.wait(self.machine());
             log.bitmap.add(&old.bitmap);
         }
         drop(change.commit(with));

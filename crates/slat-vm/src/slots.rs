@@ -13,7 +13,9 @@ use slat::{Gpa, GpaRange, Machine, Participant, Pin};
 
 use crate::heap::{OutOfMemory, boxed, with_room};
 use crate::lock::{Held, Lock};
+use crate::log::Log;
 use crate::sabotage::{Skip, skips};
+use crate::shared::Shared;
 use crate::slot::{SlotId, Version};
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 use crate::{HvaRange, OtherMachine};
@@ -42,13 +44,23 @@ pub(crate) struct Map {
 }
 
 /// A slot that is no more, and whose translations may not be gone yet: they are when the next map is published.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) struct Leaving {
     /// That of its version.
     pub(crate) number: u64,
     pub(crate) space: u16,
     pub(crate) range: GpaRange,
     pub(crate) backing: Backing,
+    log: Option<Shared<Log>>,
+}
+
+impl Leaving {
+    /// The log that hears of writes to `gpa`, and the page of it.
+    pub(crate) fn log_of(&self, space: u16, gpa: Gpa, page_shift: u32) -> Option<(&Log, u64)> {
+        let here = space == self.space && self.range.contains(gpa);
+        let log = self.log.as_deref().filter(|_| here)?;
+        Some((log, (gpa.0 - self.range.start().0) >> page_shift))
+    }
 }
 
 /// The host addresses behind a slot, shared and private.
@@ -73,6 +85,7 @@ impl Backing {
         };
         overlaps(self.shared) || overlaps(self.private)
     }
+
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -159,8 +172,8 @@ impl Map {
     }
 
     /// The slot that was deleted or is being moved, if that was the last change.
-    pub(crate) fn leaving(&self) -> Option<Leaving> {
-        self.leaving
+    pub(crate) fn leaving(&self) -> Option<&Leaving> {
+        self.leaving.as_ref()
     }
 
     /// The slots that are pinned.
@@ -203,7 +216,8 @@ impl Map {
         let removed = self.places.get(removed).filter(|_| add.is_none());
         let leaving = removed.map(|place| {
             let &Version { number, id, range, .. } = place.version();
-            Leaving { number, space: id.space, range, backing: place.backing }
+            let log = place.version().log.clone();
+            Leaving { number, space: id.space, range, backing: place.backing, log }
         });
         Ok(Self { places, ids, pinned, leaving })
     }
