@@ -4,7 +4,7 @@ use slat::Machine;
 use slat_vm::{Access, Exit, Fault, FaultKind, Vcpu};
 
 use crate::machine::Tables;
-use crate::world::{PAGES, SLOT_PAGES, World, draw, gpa};
+use crate::world::{PAGES, World, draw, gpa};
 
 /// More exits than any access needs.
 const PATIENCE: usize = 2_000;
@@ -47,7 +47,7 @@ impl<'v, 'm> Guest<'v, 'm> {
         let (world, cpu) = (self.world, self.cpu);
         let (changes, behind) = {
             let truth = world.truth();
-            (truth.changes, truth.behind(page))
+            (truth.changes(page), truth.behind(page))
         };
         for _ in 0..PATIENCE {
             let through = |output| world.reach(page, output, access);
@@ -63,10 +63,10 @@ impl<'v, 'm> Guest<'v, 'm> {
                 Exit::Resume => {}
                 Exit::Retry => world.machine.relax(),
                 Exit::Mmio(exit) => {
-                    let same = changes % 2 == 0 && world.truth().changes == changes;
-                    let changed = page >= SLOT_PAGES && !same;
+                    let changed = changes % 2 == 1 || world.truth().changes(page) != changes;
                     let read_only = behind.is_some_and(|behind| behind.read_only);
-                    let expected = exit.slot.is_some() && read_only && access == Access::Write;
+                    let refused = exit.slot.is_some() && read_only && access == Access::Write;
+                    let expected = refused || behind.is_none() && exit.slot.is_none();
                     return world.expect(changed || expected, "memory is taken for a device");
                 }
                 exit => return world.expect(false, &format!("a guest gets {exit:?}")),

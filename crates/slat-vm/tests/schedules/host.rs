@@ -27,6 +27,18 @@ pub(crate) fn moves(world: World<'_, '_>, times: usize) {
     }
 }
 
+/// Moves drawn pages of the slot that stays, wherever that is.
+pub(crate) fn moves_by_host_address(world: World<'_, '_>, times: usize) {
+    let mut worker = world.worker();
+    for _ in 0..times {
+        let moved = draw_range(0);
+        let guard = world.vm.invalidate_host_begin(&mut worker, &behind(moved)).unwrap();
+        world.take(moved);
+        world.move_and_give(moved);
+        guard.end();
+    }
+}
+
 /// Looks up drawn pages of the slot that stays.
 pub(crate) fn looks_up(world: World<'_, '_>, times: usize) {
     let worker = world.worker();

@@ -1,5 +1,6 @@
 //! What a migration does (rules 8 and 10): enables the log of the slot that stays, collects, copies what was reported.
 
+use slat::Format;
 use slat_vm::sabotage::Skip;
 use slat_vm::{Access, LogError, LogMode, Worker};
 
@@ -14,6 +15,8 @@ pub(crate) struct Migration<'v, 'm> {
     world: World<'v, 'm>,
     worker: Worker<'m, Tables>,
     mode: LogMode,
+    /// Pages that a collection had taken when its log moved away: they are in the next one.
+    taken: u64,
 }
 
 impl<'v, 'm> Migration<'v, 'm> {
@@ -23,40 +26,57 @@ impl<'v, 'm> Migration<'v, 'm> {
             LogMode::Protect,
             LogMode::Manual { initially_all_set: false },
             LogMode::Manual { initially_all_set: true },
+            LogMode::Hardware,
         ];
-        let mode = modes[draw(3) as usize];
+        let hardware = world.vm.tree().format().tracks_dirty();
+        let mode = modes[draw(if hardware { 4 } else { 3 }) as usize];
         let mut worker = world.worker();
         world.vm.enable_log(&mut worker, STAYS, mode).unwrap();
         if mode != modes[2] {
             world.truth().copy(u64::MAX);
         }
-        Self { world, worker, mode }
+        Self { world, worker, mode, taken: 0 }
     }
 
     /// One round: collects, clears those of `mask`, and copies them. What was written before is reported, once the
     /// faults that were in flight have finished.
     pub(crate) fn round(&mut self, mask: u64) {
-        let Self { world, worker, mode } = self;
+        let Self { world, worker, mode, taken } = self;
         let changed = world.truth().changed();
         worker.parts().0.synchronize();
         let mut bitmap = [0];
-        world.vm.dirty_log(worker, STAYS, &mut bitmap).unwrap();
-        world.expect(changed & !bitmap[0] == 0, "lost: a write is not in the collection after it");
-        let mut copied = bitmap[0];
-        if *mode != LogMode::Protect {
-            copied &= mask;
-            world.vm.clear_dirty_log(worker, STAYS, 0, SLOT_PAGES, &[copied]).unwrap();
+        let moved = |error| matches!(error, LogError::Gone | LogError::NoSlot);
+        let collected = world.vm.dirty_log(worker, STAYS, &mut bitmap);
+        if matches!(mode, LogMode::Protect | LogMode::Hardware) {
+            *taken |= bitmap[0];
         }
+        match collected {
+            Err(error) if moved(error) => return,
+            collected => collected.unwrap(),
+        };
+        let reported = bitmap[0] | *taken;
+        world.expect(changed & !reported == 0, "lost: a write is not in the collection after it");
+        let mut copied = reported;
+        if matches!(mode, LogMode::Manual { .. }) {
+            copied &= mask;
+            match world.vm.clear_dirty_log(worker, STAYS, 0, SLOT_PAGES, &[copied]) {
+                // Some may be cleared: they count as written until the next round.
+                Err(error) if moved(error) => return *taken |= copied,
+                cleared => cleared.unwrap(),
+            };
+        }
+        *taken &= !copied;
         world.truth().copy(copied);
     }
 
     /// When nobody writes any more: a last round brings the copy up to date and leaves nothing writable.
     pub(crate) fn end(mut self) {
         self.round(u64::MAX);
-        let Self { world, mut worker, .. } = self;
+        let Self { world, mut worker, mode, .. } = self;
         world.expect(world.truth().changed() == 0, "lost: a write is in no collection");
         let writable = world.writable(&worker);
-        world.expect(writable == 0, "lost: collected, and writable without a fault");
+        let protected = writable == 0 || mode == LogMode::Hardware;
+        world.expect(protected, "lost: collected, and writable without a fault");
         world.vm.disable_log(&mut worker, STAYS).unwrap();
     }
 }

@@ -5,6 +5,8 @@ use slat_vm::{Access, LogMode};
 
 use crate::explorer::thread;
 use crate::guest::Guest;
+use crate::host::moves_by_host_address;
+use crate::log::Migration;
 use crate::schedules::Schedules;
 use crate::world::{COMES, CPUS, PAGES, SLOT_PAGES, World, draw, gpa};
 
@@ -35,6 +37,34 @@ fn changes_against_faults(world: World<'_, '_>) {
         comes_and_goes(world, 2);
     });
     Guest::new(world, 0).all(Access::Write);
+}
+
+/// The slot that stays moves there and back, while its pages move too and a migration collects.
+fn a_slot_moves(world: World<'_, '_>) {
+    world.delete(&mut world.worker());
+    let migration = thread::scope(|scope| {
+        for cpu in 0..CPUS {
+            scope.spawn(move || Guest::new(world, cpu).run(6, PAGES));
+        }
+        scope.spawn(move || moves_by_host_address(world, 3));
+        scope.spawn(move || {
+            let mut worker = world.worker();
+            world.move_slot(&mut worker, SLOT_PAGES);
+            world.move_slot(&mut worker, 0);
+        });
+        let mut migration = Migration::begin(world);
+        for _ in 0..3 {
+            migration.round(draw(16));
+        }
+        migration
+    });
+    migration.end();
+    Guest::new(world, 0).all(Access::Write);
+}
+
+#[test]
+fn no_write_is_lost_and_no_page_stale_while_a_slot_moves() {
+    Schedules::new().explore(a_slot_moves);
 }
 
 #[test]

@@ -58,7 +58,9 @@ pub(crate) struct Truth {
     /// By guest page.
     behind: [Option<Behind>; PAGES as usize],
     /// Beginnings of deletions and ends of creations of the slot that comes and goes: odd while it may not be there.
-    pub(crate) changes: u64,
+    changes: u64,
+    /// The slot that stays moves to the place of the other and back, and that one is gone.
+    moves: bool,
     pages: [Page; HOST_ADDRESSES as usize],
     /// By page of host memory: the last write to it, as `written` counts them.
     contents: [u64; HOST_PAGES as usize],
@@ -101,7 +103,10 @@ pub(crate) struct World<'v, 'm> {
 
 /// Plays a scenario once, and prints what happens if `traced`; what went wrong.
 pub(crate) fn play(scenario: fn(World<'_, '_>), traced: bool) -> Option<String> {
-    let format = Tiny::levels(3);
+    let format = match draw(3) {
+        0 => Tiny::levels(3).with_hardware_dirty(),
+        _ => Tiny::levels(3),
+    };
     let machine = Tables::new(format, PARTICIPANTS, CPUS).traced(traced);
     let truth = Mutex::new(Truth::new());
     {
@@ -128,6 +133,7 @@ impl Truth {
         Self {
             behind: std::array::from_fn(|page| ((page as u64) < SLOT_PAGES).then(|| stays(page))),
             changes: 1,
+            moves: false,
             pages: std::array::from_fn(|n| page(n as u64)),
             contents: [0; HOST_PAGES as usize],
             free: (HOST_ADDRESSES..HOST_PAGES).collect(),
@@ -137,6 +143,11 @@ impl Truth {
     /// What is behind a guest page.
     pub(crate) fn behind(&self, page: u64) -> Option<Behind> {
         self.behind[page as usize]
+    }
+
+    /// The same even number for as long as the slot with this guest page is the same.
+    pub(crate) fn changes(&self, page: u64) -> u64 {
+        if page < SLOT_PAGES && !self.moves { 0 } else { self.changes }
     }
 
     /// Pages of the slot that stays which were written since they were copied.
@@ -257,6 +268,26 @@ impl<'v, 'm> World<'v, 'm> {
         self.truth().behind[SLOT_PAGES as usize..].fill(None);
     }
 
+    /// Moves the slot that stays to the place of the one that comes and goes, which is gone, or back.
+    pub(crate) fn move_slot(self, worker: &mut Worker<'m, Tables>, to: u64) {
+        let pages = |first: u64| first as usize..(first + SLOT_PAGES) as usize;
+        {
+            let mut truth = self.truth();
+            truth.moves = true;
+            truth.changes += truth.changes % 2 + 1;
+            for page in 0..SLOT_PAGES {
+                let behind = Behind { hva: page, read_only: false };
+                truth.behind[page as usize] = Some(behind);
+                truth.behind[(SLOT_PAGES + page) as usize] = Some(behind);
+            }
+        }
+        let config = SlotConfig::new(gpa(to), SLOT_PAGES * PAGE, Hva(0));
+        self.vm.change_slot(worker, STAYS, config).unwrap();
+        let mut truth = self.truth();
+        truth.behind[pages(SLOT_PAGES - to)].fill(None);
+        truth.changes += 1;
+    }
+
     /// Where a guest page is mapped to, and whether it may be written. `None` also while it is being changed.
     pub(crate) fn mapped(self, worker: &Worker<'m, Tables>, page: u64) -> Option<(Hpa, bool)> {
         match self.vm.tree().look_up(&worker.participant().pin(), gpa(page)) {
@@ -271,7 +302,9 @@ impl<'v, 'm> World<'v, 'm> {
     pub(crate) fn writable(self, worker: &Worker<'m, Tables>) -> u64 {
         bits(|page| {
             self.mapped(worker, page).is_some_and(|(_, write)| write)
-                || self.machine.caches(gpa(page), |cached| cached.writes())
+                || self
+                    .machine
+                    .caches(gpa(page), |cached| cached.writes() || cached.writes_after_dirtying())
         })
     }
 }
