@@ -189,7 +189,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let pin = who.pin();
         let Ok(map) = self.slots.read(&pin) else { return };
         if let Some(version) = map.find(space, gpa, &mut 0) {
-            if let Some(log) = version.writes() {
+            // Also of a slot that is read-only by now: it was written before.
+            if let Some(log) = &version.log {
                 log.bitmap.mark(version.page_of(gpa, F::PAGE_SHIFT));
             }
         } else if let Some(leaving) = map.leaving()
