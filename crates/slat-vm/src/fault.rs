@@ -291,6 +291,10 @@ impl<'m, M: Machine> Hands<'m, M> {
         // Rule 8: a page is marked after its entry is writable, also if another vCPU made it so and has not marked it
         // yet.
         let log = version.writes().filter(|_| plan.facts.log.is_some());
+        // What another leaf takes the place of may be dirty from before the slot became read-only.
+        let before = version.log.as_ref();
+        let before =
+            before.map(|log| Mark::new(log, version, plan.wanted.gpa, F::PAGE_SHIFT, ring));
         let mark = log.map(|log| Mark::new(log, version, plan.wanted.gpa, F::PAGE_SHIFT, ring));
         if mark.as_ref().is_some_and(|mark| plan.write && !mark.has_room()) {
             return Step::RingFull;
@@ -314,12 +318,10 @@ impl<'m, M: Machine> Hands<'m, M> {
             let Some(tree) = vm.trees(*space).first() else { return Step::Retry };
             match tree.install(&pin, reserve, &leaf) {
                 Ok(installed) => {
-                    let marked = mark.is_some_and(|mark| {
-                        let written =
-                            plan.write && !skips(Skip::MarkLast) && mark.written(installed);
-                        mark.taken(installed) || written
-                    });
-                    statistics.marked += u64::from(marked);
+                    let write = plan.write && !skips(Skip::MarkLast);
+                    let written = mark.is_some_and(|mark| write && mark.written(installed));
+                    let taken = before.is_some_and(|mark| mark.taken(installed));
+                    statistics.marked += u64::from(written || taken);
                     return Step::Done(installed, wanted.level);
                 }
                 Err(Error::Level(_)) if wanted.level < Level::LAST => {

@@ -44,7 +44,7 @@ impl Wanted {
         let geometry = format.geometry();
         let size = geometry.size(self.level);
         // Under a log every page is noticed by itself, and device registers are mapped as they were asked for.
-        let single = facts.log.is_some() || page.device;
+        let single = facts.pages || page.device;
         let congruent = (self.gpa.0 ^ self.output.0) & (size - 1) == 0;
         // Not larger than the host's page: what follows it is somebody else's.
         let largest = facts.config.max_page_size.unwrap_or(u64::MAX).min(facts.uniform);

@@ -72,9 +72,10 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         };
         let number = change.next_number();
         let version = Version { number, id, range, config, log: None, private, monitor: None };
-        let plan = change.plan(None, Some(version))?;
-        let before = change.commit(plan);
-        if config.pinned {
+        let with = change.plan(None, Some(version))?;
+        let without = if config.pinned { Some(with.then(Some(id), None)?) } else { None };
+        drop(change.commit(with));
+        if let Some(without) = without {
             // The list is not to change before all is mapped, or it is gone again.
             let held = change.keep();
             let access = if config.read_only { Access::Read } else { Access::Write };
@@ -82,8 +83,9 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             let Hands { participant, reserve, .. } = &mut worker.hands;
             let mut change = held.resume(participant);
             if let Err(error) = mapped {
-                change.restore(before);
+                let gone = change.commit(without);
                 let unmapped = self.unmap_slot(&mut change, reserve, (id.space, range), |_| {});
+                drop(gone);
                 return unmapped.and(Err(error));
             }
         }

@@ -243,6 +243,9 @@ impl Version {
             range: self.range,
             config: self.config,
             log: log.map(|log| log.mode),
+            // What hardware has marked in pages until a slot became read-only is not to vanish in a block.
+            pages: log.is_some()
+                || self.log.as_ref().is_some_and(|log| log.mode == LogMode::Hardware),
             uniform: u64::MAX,
         }
     }
@@ -268,6 +271,8 @@ pub(crate) struct Facts {
     pub(crate) config: SlotConfig,
     /// Whether and how writes must be noticed. A read-only slot is never logged.
     pub(crate) log: Option<LogMode>,
+    /// Whether every page has a leaf of its own.
+    pub(crate) pages: bool,
     /// The largest piece round the page, in bytes, all of which is private or all of which is shared.
     pub(crate) uniform: u64,
 }

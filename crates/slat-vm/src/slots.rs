@@ -80,12 +80,10 @@ impl Backing {
 
     /// Whether some of `range` is among them.
     pub(crate) fn is_in(self, range: HvaRange) -> bool {
-        let overlaps = |base: u64| {
-            base < range.end().0 && range.start().0 < base.saturating_add(self.size)
-        };
+        let overlaps =
+            |base: u64| base < range.end().0 && range.start().0 < base.saturating_add(self.size);
         overlaps(self.shared) || overlaps(self.private)
     }
-
 }
 
 #[derive(Clone, Copy, Debug)]
