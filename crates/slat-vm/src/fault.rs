@@ -173,7 +173,9 @@ impl<'m, M: Machine> Hands<'m, M> {
             };
             match self.install(vm, &plan) {
                 Step::Done(installed, level) => {
-                    self.count(installed);
+                    if !purpose.ahead {
+                        self.count(installed);
+                    }
                     plan.wanted.level = level;
                     tell_host(vm, &plan);
                     return Ok(Ok(plan));
