@@ -78,7 +78,7 @@ thread_local! {
     static IN_MODEL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether the calling thread is in the model, which allocates as it likes.
+/// Whether the calling thread is in the model or takes a note for a test, which allocate as they like.
 pub(crate) fn in_model() -> bool {
     IN_MODEL.try_with(Cell::get).unwrap_or(true)
 }
@@ -118,11 +118,11 @@ unsafe impl Machine for Watched {
     }
 
     fn clean_data(&self, from: Hpa, size: u64) {
-        self.cleaned.lock().unwrap().push((from, size));
+        inside(|| self.cleaned.lock().unwrap().push((from, size)));
     }
 
     fn sync_instructions(&self, from: Hpa, size: u64) {
-        self.synced.lock().unwrap().push((from, size));
+        inside(|| self.synced.lock().unwrap().push((from, size)));
     }
 
     fn observe(&self, event: Event) {
@@ -194,7 +194,7 @@ impl Host for TestHost {
     fn page(&self, hva: Hva, access: Access) -> Result<HostPage, HostError> {
         let mut asked = self.asked.lock().unwrap();
         if asked.len() < 100_000 {
-            asked.push((hva, access));
+            inside(|| asked.push((hva, access)));
         }
         drop(asked);
         let hook = self.hook.lock().unwrap().take();
