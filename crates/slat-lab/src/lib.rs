@@ -1,5 +1,6 @@
 //! The `slat` command: which workload is asked for, and with which status it ends.
 
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -52,7 +53,8 @@ enum Command {
     List,
 }
 
-fn main() -> ExitCode {
+/// Does what the arguments of this process ask for.
+pub fn main() -> ExitCode {
     let done = match Line::parse().command {
         Command::Workload(workload) => workload.run(),
         Command::Soak(options) => soak::run(&options),
@@ -66,6 +68,17 @@ fn main() -> ExitCode {
             failure.status()
         }
     }
+}
+
+/// Whether the command understands these arguments, the first of which is its name; nothing is run.
+///
+/// # Errors
+/// What it would print and end with instead: what is wrong, or the help or version that was asked for.
+pub fn parse<A>(arguments: impl IntoIterator<Item = A>) -> Result<(), String>
+where
+    A: Into<OsString> + Clone,
+{
+    Line::try_parse_from(arguments).map(|_| ()).map_err(|refusal| refusal.to_string())
 }
 
 /// Says on standard error what went wrong; if nobody listens, the status still tells.
