@@ -10,7 +10,7 @@ use crate::private::Private;
 use crate::shared::Shared;
 use crate::slot::{SlotConfig, SlotError, SlotId, Version};
 use crate::slots::Change;
-use crate::{Access, FaultError, Host, Hva, Vm, Worker};
+use crate::{Access, FaultError, Host, HostError, Hva, Vm, Worker};
 
 /// What an embedder can know about a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -47,7 +47,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     ///
     /// # Errors
     /// [`SlotError`]: what is wrong with the configuration, with which slot it overlaps, what of a pinned slot could not
-    /// be mapped, or that memory is exhausted. Nothing was changed then.
+    /// be mapped (with [`HostError::Again`] if the host takes it back just now), or that memory is exhausted. Nothing was
+    /// changed then.
     pub fn create_slot(
         &self,
         worker: &mut Worker<'m, M>,
@@ -117,6 +118,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             let error = match stopped {
                 None => continue,
                 Some(PreFaultError::Fault(FaultError::Host { error, .. })) => Some(error),
+                Some(PreFaultError::Busy) => Some(HostError::Again),
                 Some(_) => None,
             };
             let gpa = left.map_or(range.start(), |left| left.start());
@@ -127,8 +129,9 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
 
     /// Changes a slot to what `config` says (`KVM_SET_USER_MEMORY_REGION` of a slot that exists): where the guest sees
     /// it, whether it is read-only, how large its leaves may be. Size and host address stay. A dirty log goes on; what a
-    /// moved slot's log holds still means the same pages of the slot. When it returns, no CPU translates anything by
-    /// what the slot was.
+    /// moved slot's log holds still means the same pages of the slot. When it returns, no CPU translates anything where
+    /// the slot was, or lets a write through that it forbids now; leaves that are larger than it wants now stay until
+    /// something else takes them.
     ///
     /// While a slot moves, the guest finds it nowhere for a moment: accesses are exits then. Costs a copy of the list of
     /// slots and a grace period, for a move two of them and an unmap. Waits as [`create_slot`](Self::create_slot).

@@ -14,7 +14,7 @@ pub struct PreFault {
     pub done: u64,
     /// The rest, for the next call; `None`: all of it is mapped.
     pub rest: Option<GpaRange>,
-    /// Why it stopped there; `None` with a rest: it was told to.
+    /// Why it stopped there; `None` with a rest: `go_on` said so.
     pub stopped: Option<PreFaultError>,
 }
 
@@ -33,6 +33,8 @@ pub enum PreFaultError {
     },
     /// The page cannot be mapped.
     Fault(FaultError),
+    /// The host takes the page back, or is interrupted again and again: call again when that is over.
+    Busy,
 }
 
 impl core::fmt::Display for PreFaultError {
@@ -44,14 +46,15 @@ impl core::fmt::Display for PreFaultError {
                 "a range to map ahead must be a multiple of {granule:#x} and end at or below {limit}"
             ),
             Self::Fault(error) => error.fmt(f),
+            Self::Busy => f.write_str("the page is being taken back: try again when that is over"),
         }
     }
 }
 
 impl core::error::Error for PreFaultError {}
 
-/// A vCPU may find the same page in change this often in a row before it is told to come again.
-const RETRIES: u32 = 1 << 16;
+/// A page may be found in change this often in a row.
+const RETRIES: u32 = 1 << 10;
 
 impl<'m, M: Machine> Vcpu<'m, M> {
     /// Maps `range` of its address space for reading, page after page, as if it were read, before anybody does
@@ -106,7 +109,7 @@ impl<'m, M: Machine> Hands<'m, M> {
                     retries += 1;
                     vm.machine().relax();
                 }
-                Ok(None) => return result(at, None),
+                Ok(None) => return result(at, Some(PreFaultError::Busy)),
                 Err(stopped) => return result(at, Some(stopped)),
             }
         }

@@ -184,3 +184,26 @@ fn a_pinned_slot_that_cannot_be_mapped_is_not_created() {
     assert_eq!(level(&vm, &worker, BLOCK), None);
     finish(vm, vec![worker]);
 }
+
+#[test]
+fn what_is_mapped_ahead_does_not_wait_for_ever_for_what_the_host_takes_back() {
+    let machine = Watched::new(1);
+    let vm = vm(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut worker = vm.worker().unwrap();
+    let mut other = vm.worker().unwrap();
+    let guard = vm.invalidate_host_begin(&mut other, &[host(5 * PAGE, PAGE)]).unwrap();
+    let config = SlotConfig::new(Gpa(0), BLOCK, Hva(0));
+    let pinned = SlotConfig { pinned: true, ..config };
+    let again = Some(slat_vm::HostError::Again);
+    let refused = slat_vm::SlotError::NotMapped { gpa: Gpa(5 * PAGE), error: again };
+    assert_eq!(vm.create_slot(&mut worker, 0, pinned), Err(refused));
+    assert_eq!(level(&vm, &worker, 0), None);
+    vm.create_slot(&mut worker, 0, config).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    let step = guest.vcpu.pre_fault(&vm, range(0, BLOCK), || true);
+    assert_eq!((step.done, step.stopped), (5 * PAGE, Some(slat_vm::PreFaultError::Busy)));
+    guard.end();
+    assert_eq!(guest.vcpu.pre_fault(&vm, step.rest.unwrap(), || true).rest, None);
+    drop(guest);
+    finish(vm, vec![worker, other]);
+}

@@ -85,7 +85,7 @@ impl<'r, 'v, 'm, G: Granule> Guest<'r, 'v, 'm, G> {
         let Some(range) = place.range(spot, page, 1 + self.dice.below(32)) else { return Ok(()) };
         let PreFault { stopped, .. } = self.vcpu.pre_fault(self.ground.vm, range, || true);
         match stopped {
-            None | Some(PreFaultError::NoSlot) => Ok(()),
+            None | Some(PreFaultError::NoSlot | PreFaultError::Busy) => Ok(()),
             Some(PreFaultError::Fault(FaultError::Host { error: HostError::Again, .. })) => Ok(()),
             Some(error) => Err(format!("mapping ahead at {}: {error}", range.start())),
         }

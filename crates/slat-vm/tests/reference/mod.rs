@@ -495,7 +495,7 @@ impl Reference {
             match self.fault(at, Access::Read, true, young) {
                 Ok(Exit::Resume) => {}
                 Ok(Exit::Mmio(_)) => return stop(at, Some(PreFaultError::NoSlot)),
-                Ok(_) => return stop(at, None),
+                Ok(_) => return stop(at, Some(PreFaultError::Busy)),
                 Err(error) => return stop(at, Some(PreFaultError::Fault(error))),
             }
         }

@@ -88,7 +88,7 @@ impl Reader {
             if made.done > 0 {
                 continue;
             }
-            error = made.stopped;
+            error = made.stopped.filter(|&error| error != PreFaultError::Busy);
             if settled || error.is_some_and(|error| error != PreFaultError::NoSlot) {
                 break;
             }
