@@ -8,6 +8,7 @@
 use slat::{Format, Gpa, GpaRange, Machine, Participant};
 
 use crate::bitmap::{Bitmap, SECTION, Taken};
+use crate::chunks::At;
 use crate::log::{Log, LogError, LogMode};
 use crate::protect::{Protector, Split};
 use crate::sabotage::{Skip, skips};
@@ -188,7 +189,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     pub(crate) fn mark_taken(&self, who: &Participant<'m, M>, space: u16, gpa: Gpa) {
         let pin = who.pin();
         let Ok(map) = self.slots.read(&pin) else { return };
-        if let Some(version) = map.find(space, gpa, &mut 0) {
+        if let Some(version) = map.find(space, gpa, &mut At::default()) {
             // Also of a slot that is read-only by now: it was written before.
             if let Some(log) = &version.log {
                 log.bitmap.mark(version.page_of(gpa, F::PAGE_SHIFT));

@@ -12,6 +12,7 @@
 
 use slat::{Error, Format, Gpa, Installed, Leaf, Level, Lookup, Machine, Pin, Template};
 
+use crate::chunks::At;
 use crate::fast::Fast;
 use crate::hands::Hands;
 use crate::leaf::Wanted;
@@ -355,7 +356,7 @@ pub(crate) fn current<'p, F: Format, M: Machine, H: Host>(
     pin: &'p Pin<'_, M>,
     space: u16,
     plan: &Plan,
-    hit: &mut usize,
+    hit: &mut At,
 ) -> Option<&'p Version> {
     let found = vm.slots.read(pin).ok()?.find(space, plan.wanted.gpa, hit);
     found.filter(|version| version.number == plan.facts.version || skips(Skip::Version))

@@ -3,6 +3,7 @@
 use slat::{Machine, NoSlot, Participant, Reserve};
 
 use crate::VcpuStatistics;
+use crate::chunks::At;
 use crate::ring::Ring;
 use crate::shared::Shared;
 
@@ -13,7 +14,7 @@ pub(crate) struct Hands<'m, M: Machine> {
     /// The address space that it is in.
     pub(crate) space: u16,
     /// Where the slot of the last fault was found.
-    pub(crate) hit: usize,
+    pub(crate) hit: At,
     /// Where it reports the pages that it makes writable; a worker has none.
     pub(crate) ring: Option<Shared<Ring>>,
     pub(crate) statistics: VcpuStatistics,
@@ -25,7 +26,7 @@ impl<'m, M: Machine> Hands<'m, M> {
             participant: Participant::register(machine)?,
             reserve: Reserve::new(machine),
             space: 0,
-            hit: 0,
+            hit: At::default(),
             ring: None,
             statistics: VcpuStatistics::default(),
         })

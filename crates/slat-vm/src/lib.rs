@@ -71,6 +71,7 @@ extern crate alloc;
 mod address;
 mod around;
 mod bitmap;
+mod chunks;
 mod collapse;
 mod collect;
 mod exit;

@@ -5,6 +5,7 @@ use core::fmt;
 use slat::{Format, Gpa, GpaRange, Installed, Machine};
 
 use crate::bitmap::Bitmap;
+use crate::chunks::At;
 use crate::heap::OutOfMemory;
 use crate::ring::Ring;
 use crate::shared::Shared;
@@ -354,7 +355,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         space: u16,
         range: GpaRange,
     ) -> Result<(), LogError> {
-        let mut hit = 0;
+        let mut hit = At::default();
         let mut at = range.start().0 & !((1 << F::PAGE_SHIFT) - 1);
         while at < range.end().0 {
             let pin = worker.hands.participant.pin();

@@ -4,6 +4,7 @@ use core::fmt;
 
 use slat::{Error, Format, Gpa, GpaRange, Hpa, Lookup, Machine, Participant, Pin};
 
+use crate::chunks::At;
 use crate::fault::facts_at;
 use crate::progress::Touch;
 use crate::sabotage::{Skip, skips};
@@ -94,7 +95,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
 
     /// The byte at `gpa` and what the host knows it by.
     fn touch_at(&self, pin: &Pin<'_, M>, space: u16, gpa: Gpa) -> Option<Touch> {
-        let version = self.slots.read(pin).ok()?.find(space, gpa, &mut 0)?;
+        let version = self.slots.read(pin).ok()?.find(space, gpa, &mut At::default())?;
         let (facts, _) = facts_at::<F>(version, gpa);
         let host = HvaRange::new(facts.hva_of(gpa), 1)?;
         Some(Touch { guest: GpaRange::new(gpa, 1)?, host })

@@ -3,6 +3,7 @@
 use slat::{Edges, Error, Format, Gpa, GpaRange, Machine, Reserve};
 
 use crate::bitmap::Bitmap;
+use crate::chunks::At;
 use crate::hands::Hands;
 use crate::log::Log;
 use crate::prefault::{PreFault, PreFaultError};
@@ -268,7 +269,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     pub fn slot_at(&self, worker: &Worker<'m, M>, space: u16, gpa: Gpa) -> Option<Slot> {
         let pin = worker.hands.participant.pin();
         let map = self.slots.read(&pin).ok()?;
-        map.find(space, gpa, &mut 0).map(Slot::of)
+        map.find(space, gpa, &mut At::default()).map(Slot::of)
     }
 
     /// The slot with this name.

@@ -8,6 +8,7 @@ use core::fmt;
 use slat::{Format, Gpa, GpaRange, Machine};
 
 use crate::bitmap::Bitmap;
+use crate::chunks::At;
 use crate::progress::Interval;
 use crate::{Guard, Host, InvalidateError, OtherMachine, SlotId, Vm, Worker};
 
@@ -130,7 +131,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Whether the page of a slot at `gpa` is private; `None` where there is no slot that can have any.
     pub fn is_private(&self, worker: &Worker<'m, M>, space: u16, gpa: Gpa) -> Option<bool> {
         let pin = worker.hands.participant.pin();
-        let slot = self.slots.read(&pin).ok()?.find(space, gpa, &mut 0)?;
+        let slot = self.slots.read(&pin).ok()?.find(space, gpa, &mut At::default())?;
         let page = slot.page_of(gpa, F::PAGE_SHIFT);
         slot.private.as_ref().map(|pages| pages.0.get(page))
     }

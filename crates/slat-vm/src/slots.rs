@@ -1,17 +1,18 @@
 //! Which slot an address belongs to: an immutable map of all slots, replaced as a whole, read without waiting.
 //!
+//! Its lists are in pieces that a changed map shares with the old one, so that a change among many slots copies few.
 //! Readers find the current map under a pin. A change builds a new map, publishes it, waits for a grace period, and
 //! only then frees the old map and the version that it replaced (rule 10). Versions of the slots that did not change
 //! are shared by both maps.
 #![expect(unsafe_code, reason = "maps are shared by pointer and freed after a grace period")]
 
 use alloc::boxed::Box;
-use alloc::vec::Vec;
 use core::ptr::NonNull;
 
 use slat::{Gpa, GpaRange, Machine, Participant, Pin};
 
-use crate::heap::{OutOfMemory, boxed, with_room};
+use crate::chunks::{At, Chunks};
+use crate::heap::{OutOfMemory, boxed};
 use crate::lock::{Held, Lock};
 use crate::log::Log;
 use crate::sabotage::{Skip, skips};
@@ -34,9 +35,9 @@ pub(crate) struct Slots<'m, M> {
 #[derive(Debug)]
 pub(crate) struct Map {
     /// In order of address spaces, and of their addresses, which do not overlap in one space.
-    places: Vec<Place>,
-    /// In order of their numbers: where in `places`.
-    ids: Vec<(SlotId, u32)>,
+    places: Chunks<Place>,
+    /// In order of their names: where each begins.
+    ids: Chunks<(SlotId, u64)>,
     /// How many of them are pinned.
     pinned: usize,
     /// What the last change has taken out, for those who must know what may still be translated.
@@ -123,37 +124,44 @@ impl Place {
 
 impl Map {
     fn empty() -> Self {
-        Self { places: Vec::new(), ids: Vec::new(), pinned: 0, leaving: None }
+        Self { places: Chunks::EMPTY, ids: Chunks::EMPTY, pinned: 0, leaving: None }
     }
 
     /// The slot of address space `space` that `gpa` lies in: log time, a few comparisons where it is the slot that was
     /// `hit` last, which is a guess that may be wrong and comes from any map.
     #[inline]
-    pub(crate) fn find(&self, space: u16, gpa: Gpa, hit: &mut usize) -> Option<&Version> {
+    pub(crate) fn find(&self, space: u16, gpa: Gpa, hit: &mut At) -> Option<&Version> {
         let inside =
             |place: &&Place| place.space == space && place.start <= gpa.0 && gpa.0 < place.end;
         if let Some(place) = self.places.get(*hit).filter(inside) {
             return Some(place.version());
         }
-        let after =
-            self.places.partition_point(|place| (place.space, place.start) <= (space, gpa.0));
-        let index = after.checked_sub(1)?;
-        let place = self.places.get(index).filter(inside)?;
-        *hit = index;
+        let after = self.places.first(|place| (place.space, place.start) <= (space, gpa.0));
+        let at = self.places.before(after)?;
+        let place = self.places.get(at).filter(inside)?;
+        *hit = at;
         Some(place.version())
     }
 
-    /// The slot with this number: log time.
+    /// The slot with this name: log time.
     pub(crate) fn get(&self, id: SlotId) -> Option<&Version> {
-        self.places.get(self.index_of(id)?).map(Place::version)
+        self.places.get(self.at(id)?).map(Place::version)
+    }
+
+    fn at(&self, id: SlotId) -> Option<At> {
+        let &(_, start) = self.ids.get(self.at_id(id)).filter(|&&(other, _)| other == id)?;
+        Some(self.places.first(|place| (place.space, place.start) < (id.space, start)))
+    }
+
+    fn at_id(&self, id: SlotId) -> At {
+        self.ids.first(|&(other, _)| other < id)
     }
 
     /// The first slot of an address space that shares an address with `range`: log time.
     pub(crate) fn overlapping(&self, space: u16, range: GpaRange) -> Option<&Version> {
         let before = |place: &Place| (place.space, place.end) <= (space, range.start().0);
-        let first = self.places.partition_point(before);
         let overlaps = |place: &&Place| place.space == space && place.start < range.end().0;
-        self.places.get(first).filter(overlaps).map(Place::version)
+        self.places.get(self.places.first(before)).filter(overlaps).map(Place::version)
     }
 
     /// The slots behind which some of `range` lies and that end after an address of an address space, in order, those of
@@ -164,9 +172,8 @@ impl Map {
         space: u16,
         at: u64,
     ) -> impl Iterator<Item = &Version> {
-        let first = self.places.partition_point(|place| (place.space, place.end) <= (space, at));
-        let places = self.places.iter().skip(first);
-        places.filter(move |place| place.backing.is_in(range)).map(Place::version)
+        let first = self.places.first(|place| (place.space, place.end) <= (space, at));
+        self.places.from(first).filter(move |place| place.backing.is_in(range)).map(Place::version)
     }
 
     /// The slot that was deleted or is being moved, if that was the last change.
@@ -176,9 +183,8 @@ impl Map {
 
     /// The slots that are pinned.
     pub(crate) fn pinned(&self) -> impl Iterator<Item = &Version> {
-        let none = self.pinned == 0;
-        let places = if none { &[] } else { self.places.as_slice() };
-        places.iter().filter(|place| place.pinned).map(Place::version)
+        let all = self.places.iter().take_while(|_| self.pinned > 0);
+        all.filter(|place| place.pinned).map(Place::version)
     }
 
     /// The same slots without `remove` and with `add`, whose addresses and number are free then.
@@ -187,42 +193,27 @@ impl Map {
         remove: Option<SlotId>,
         add: Option<NonNull<Version>>,
     ) -> Result<Self, OutOfMemory> {
-        let mut places = with_room(self.places.len() + 1)?;
-        let mut ids = with_room(self.places.len() + 1)?;
-        let removed = remove.and_then(|id| self.index_of(id)).unwrap_or(usize::MAX);
-        let kept = self.places.iter().enumerate().filter(|&(index, _)| index != removed);
-        places.extend(kept.map(|(_, place)| *place));
-        ids.extend(
-            self.ids
-                .iter()
-                .filter(|&&(_, index)| index as usize != removed)
-                .map(|&(id, index)| (id, index - u32::from(index as usize > removed))),
-        );
+        let gone = remove.and_then(|id| Some((self.at_id(id), self.at(id)?)));
+        let (mut places, mut ids, mut pinned) = match gone {
+            Some((id, at)) => (self.places.without(at)?, self.ids.without(id)?, self.pinned),
+            None => (self.places.same()?, self.ids.same()?, self.pinned),
+        };
+        let removed = gone.and_then(|(_, at)| self.places.get(at));
+        pinned -= removed.map_or(0, |place| usize::from(place.pinned));
         if let Some(version) = add {
             let place = Place::new(version);
             let before = |other: &Place| (other.space, other.start) < (place.space, place.start);
-            let at = places.partition_point(before);
-            places.insert(at, place);
-            for (_, index) in &mut ids {
-                *index += u32::from(*index as usize >= at);
-            }
+            places = places.with(places.first(before), place)?;
             let id = place.version().id;
-            let number = ids.partition_point(|&(other, _)| other < id);
-            ids.insert(number, (id, at as u32));
+            ids = ids.with(ids.first(|&(other, _)| other < id), (id, place.start))?;
+            pinned += usize::from(place.pinned);
         }
-        let pinned = places.iter().filter(|place| place.pinned).count();
-        let removed = self.places.get(removed).filter(|_| add.is_none());
-        let leaving = removed.map(|place| {
+        let leaving = removed.filter(|_| add.is_none()).map(|place| {
             let &Version { number, id, range, .. } = place.version();
             let log = place.version().log.clone();
             Leaving { number, space: id.space, range, backing: place.backing, log }
         });
         Ok(Self { places, ids, pinned, leaving })
-    }
-
-    fn index_of(&self, id: SlotId) -> Option<usize> {
-        let at = self.ids.binary_search_by_key(&id, |&(id, _)| id).ok()?;
-        self.ids.get(at).map(|&(_, index)| index as usize)
     }
 }
 
@@ -268,7 +259,7 @@ impl<M> Drop for Slots<'_, M> {
         // SAFETY: nobody else has the slots any more; the current map owns its versions, each in one place.
         unsafe {
             let map = Box::from_raw(self.current.load(Ordering::Acquire));
-            for place in &map.places {
+            for place in map.places.iter() {
                 drop(Box::from_raw(place.version.as_ptr()));
             }
         }
@@ -368,8 +359,7 @@ fn plan(map: &Map, remove: Option<SlotId>, add: Option<Version>) -> Result<Plan,
         None => None,
     };
     // The pointer itself, not one made from a reference: it is what may be freed.
-    let removed = remove.and_then(|id| map.index_of(id));
-    let removed = removed.and_then(|index| map.places.get(index)).map(|place| place.version);
+    let removed = remove.and_then(|id| map.places.get(map.at(id)?)).map(|place| place.version);
     match map.changed(remove, added).and_then(boxed) {
         Ok(map) => Ok(Plan { map: Some(map), added, removed }),
         Err(refused) => {
