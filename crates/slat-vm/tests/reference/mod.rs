@@ -418,7 +418,8 @@ impl Reference {
             !answer.device && (access == Access::Execute || self.shape.coherent_instructions);
         let rights =
             READ | young | if writable { WRITE } else { 0 } | if executable { EXECUTE } else { 0 };
-        let small = logged || answer.device;
+        // Hardware's log keeps its pages also when their slot has become read-only.
+        let small = logged || slot.log == Some(LogMode::Hardware) || answer.device;
         let largest = if small { self.shape.page } else { self.largest_leaf(gpa) };
         let size = if self.taken_back(gpa, largest) { self.shape.page } else { largest };
         self.map(gpa, size, rights, certain);
