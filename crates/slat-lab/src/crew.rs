@@ -219,7 +219,7 @@ impl<'scope, P: Guest> Crew<'scope, P> {
     }
 }
 
-impl Crew<'_> {
+impl<P: Guest<Order = Order>> Crew<'_, P> {
     /// Every vCPU touches its part again and again, until [`stop`](Self::stop).
     pub(crate) fn begin_running(&self, pass: Pass) -> Instant {
         self.tell(Order::RunUntilStopped(pass))

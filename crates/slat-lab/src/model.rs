@@ -39,13 +39,26 @@ pub(crate) fn machine(
     options: &MachineOptions,
     config: &GuestConfig,
 ) -> Result<(Model, Arc<HostMemory>), Failure> {
+    machine_for(layout, options, config, 0)
+}
+
+/// As [`machine`], with places for so many more workers than a workload has by itself.
+///
+/// # Errors
+/// As [`machine`].
+pub(crate) fn machine_for(
+    layout: &Layout,
+    options: &MachineOptions,
+    config: &GuestConfig,
+    workers: u32,
+) -> Result<(Model, Arc<HostMemory>), Failure> {
     let vcpus = config.vcpus;
     let features = Features { fwb: options.fwb, ..Features::default() };
     let model = Model::builder()
         .page_shift(layout.page.ilog2())
         .cpus(vcpus as usize)
-        .slots(vcpus as usize + WORKERS)
-        .table_limit(table_limit(layout, vcpus))
+        .slots(vcpus as usize + WORKERS + workers as usize)
+        .table_limit(table_limit(layout, vcpus + workers))
         .features(features)
         .checked(config.check)
         .on_violation(OnViolation::Record)
@@ -67,10 +80,10 @@ pub(crate) fn machine(
 
 /// Enough tables to map everything by pages twice over, as while tables wait to be freed, and for every reserve; but
 /// no more than memory of any real size needs.
-fn table_limit(layout: &Layout, vcpus: u32) -> u32 {
+fn table_limit(layout: &Layout, participants: u32) -> u32 {
     let covered = layout.page * (layout.page / 8);
     let tables = layout.size.div_ceil(covered).saturating_mul(3);
-    let tables = tables.saturating_add(8192 + 64 * u64::from(vcpus));
+    let tables = tables.saturating_add(8192 + 64 * u64::from(participants));
     u32::try_from(tables).unwrap_or(MAX_TABLES).min(MAX_TABLES)
 }
 
@@ -309,7 +322,7 @@ impl<G: Granule> crew::Vcpu for ModelVcpu<'_, '_, G> {
 }
 
 /// What a participant has counted itself.
-fn engine(counters: &slat::rcu::Counters) -> Counters {
+pub(crate) fn engine(counters: &slat::rcu::Counters) -> Counters {
     Counters {
         splits: counters.splits.get(),
         collapses: counters.collapses.get(),

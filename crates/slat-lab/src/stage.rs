@@ -36,6 +36,8 @@ pub(crate) struct Stage<'s, 'm, G: Granule, P: Guest = Program> {
     pub(crate) rings: Vec<DirtyRing>,
     model: &'m Model,
     slots: u32,
+    /// What workers other than `worker` have done so far, as the workload last said.
+    pub(crate) others: Counters,
     progress: Progress,
     phases: Vec<Phase>,
     /// Counters when the last phase ended.
@@ -120,11 +122,11 @@ impl<'m> Ground<'m> {
             let crew =
                 crew.map_err(|error| Failure::Run(format!("no thread for a vCPU: {error}")))?;
             let progress = Progress::new(accesses * u64::from(passes));
-            let (phases, before) = (Vec::new(), Counters::default());
+            let (phases, others, before) = (Vec::new(), Counters::default(), Counters::default());
             let slots = layout.slots;
             let vm = &vm;
             let mut stage =
-                Stage { vm, worker, crew, rings, model, slots, progress, phases, before };
+                Stage { vm, worker, crew, rings, model, slots, others, progress, phases, before };
             stage.before = stage.counters();
             let played = workload(&mut stage);
             let Stage { crew, phases, .. } = stage;
@@ -149,7 +151,7 @@ impl<'m> Ground<'m> {
     }
 }
 
-impl<G: Granule> Stage<'_, '_, G> {
+impl<G: Granule, P: Guest<Order = Order>> Stage<'_, '_, G, P> {
     /// A phase in which every vCPU makes one pass.
     ///
     /// # Errors
@@ -192,11 +194,23 @@ impl<'m, G: Granule, P: Guest> Stage<'_, 'm, G, P> {
         iteration: Option<u32>,
         mut step: impl FnMut(&ModelVm<'m, G>, &mut Worker<'m, Model>, u32) -> Result<(), E>,
     ) -> Result<(), E> {
+        let slots = self.slots;
+        self.step(name, iteration, |vm, worker| (0..slots).try_for_each(|id| step(vm, worker, id)))
+    }
+
+    /// A phase in which the hypervisor does something.
+    ///
+    /// # Errors
+    /// What `step` returned.
+    pub(crate) fn step<E>(
+        &mut self,
+        name: &'static str,
+        iteration: Option<u32>,
+        step: impl FnOnce(&ModelVm<'m, G>, &mut Worker<'m, Model>) -> Result<(), E>,
+    ) -> Result<(), E> {
         self.begin(name, iteration);
         let start = Instant::now();
-        for id in 0..self.slots {
-            step(self.vm, &mut self.worker, id)?;
-        }
+        step(self.vm, &mut self.worker)?;
         self.end(name, iteration, start.elapsed());
         Ok(())
     }
@@ -213,7 +227,7 @@ impl<'m, G: Granule, P: Guest> Stage<'_, 'm, G, P> {
         self.before = now;
     }
 
-    /// Counts for the last phase what vCPUs did that ran on meanwhile.
+    /// Counts for the last phase what vCPUs did that ran on meanwhile, and what other workers did.
     pub(crate) fn settle(&mut self) {
         let now = self.counters();
         if let Some(phase) = self.phases.last_mut() {
@@ -223,6 +237,6 @@ impl<'m, G: Granule, P: Guest> Stage<'_, 'm, G, P> {
     }
 
     fn counters(&self) -> Counters {
-        model::counters(self.model, &self.worker) + self.crew.counters()
+        model::counters(self.model, &self.worker) + self.crew.counters() + self.others
     }
 }

@@ -41,6 +41,8 @@ fn phases_come_in_the_order_of_the_kernels_test() {
         ]
     );
     assert!(names(&checked("-b 1M")).contains(&"check".to_owned()));
+    assert_eq!(names(&report("-b 1M --log ring")), names(&report("-b 1M")));
+    assert_eq!(names(&report("-b 1M --log hardware")), names(&report("-b 1M -g")));
 }
 
 #[test]
@@ -50,9 +52,9 @@ fn the_report_has_the_documented_shape() {
     let config = &report["config"];
     let expected = serde_json::json!({
         "vcpus": 2, "bytes": 4 << 20, "iterations": 2, "write_percent": 50, "random_order": true,
-        "seed": 7, "manual_protect": false, "run_while_disabling": true, "overlap": true, "slots": 2,
+        "seed": 7, "log": "bitmap", "ring_entries": null, "manual_protect": false, "run_while_disabling": true, "overlap": true, "slots": 2,
         "backing": "anonymous_thp", "backing_page": 2 << 20, "granule": "4k", "ipa_bits": 40,
-        "eager_split": null, "fwb": false, "hardware_access": false, "clock": "real", "check": false,
+        "eager_split": null, "split_threads": null, "fwb": false, "hardware_access": false, "clock": "real", "check": false,
         "gpa": (1u64 << 40) - (8 << 20),
         "mode": {
             "number": 6, "name": "P40V48_4K", "physical_bits": 40, "virtual_bits": 48, "page_size": 4096
@@ -185,6 +187,59 @@ fn nothing_is_lost_when_vcpus_overlap_are_many_or_run_on_while_disabling() {
         "-v 2 -b 2M --fwb --ipa-bits 36",
     ] {
         checked_changing(options);
+    }
+}
+
+#[test]
+fn nothing_is_lost_in_dirty_rings_and_in_hardwares_state_whatever_the_number_of_vcpus() {
+    for vcpus in [1, 2, 8] {
+        for log in ["ring", "ring --ring 256 -s anonymous_thp -e", "hardware -o"] {
+            checked_changing(&format!("-v {vcpus} -b 1M --log {log}"));
+        }
+    }
+}
+
+#[test]
+fn nothing_is_lost_in_dirty_rings_and_in_hardwares_state_on_any_granule_and_in_many_slots() {
+    for log in ["ring --ring 256", "hardware"] {
+        for options in ["--granule 16k", "--granule 64k -s anonymous_thp", "-x 8 -a -w 50"] {
+            checked_changing(&format!("-v 2 -b 2M {options} --log {log}"));
+        }
+    }
+}
+
+#[test]
+fn a_full_ring_is_emptied_while_its_vcpu_waits_and_every_page_is_in_it_once_a_pass() {
+    let report = report("-b 4M --log ring --ring 256");
+    // One fault for each page; the one that fills 192 of the entries is protected before its write, and faults again.
+    for pass in ["dirty 1", "dirty 2"] {
+        assert_eq!(count(&report, pass, "faults"), 1024 + 1024 / 192, "{pass}");
+        assert!(count(&report, pass, "entries_visited") >= 1024 - 256, "{pass}");
+    }
+    let roomy = self::report("-b 4M --log ring");
+    assert_eq!(count(&roomy, "dirty 1", "entries_visited"), 0);
+    assert_eq!(count(&roomy, "clear 1", "entries_visited"), 1024);
+    assert_eq!(roomy["config"]["ring_entries"], 65536);
+}
+
+#[test]
+fn where_hardware_keeps_dirty_state_no_write_faults_under_the_log() {
+    let report = report("-v 2 -b 4M --log hardware");
+    assert_eq!((count(&report, "dirty 1", "faults"), count(&report, "dirty 2", "faults")), (0, 0));
+    assert_eq!(count(&report, "get 1", "entries_visited"), 2048);
+}
+
+#[test]
+fn split_threads_leave_no_split_to_clears_and_faults_in_any_log() {
+    for log in ["bitmap", "bitmap -g", "ring", "hardware"] {
+        for threads in [1, 2, 8] {
+            let options = "-v 2 -b 8M -s anonymous_thp --eager-split 2M -x 2";
+            let report = report(&format!("{options} --log {log} --split-threads {threads}"));
+            assert_eq!(count(&report, "enable", "splits"), 8, "{log}, {threads} threads");
+            assert_eq!(report["counters"]["splits"], 8, "{log}, {threads} threads");
+            assert_eq!(report["config"]["split_threads"], threads);
+        }
+        checked(&format!("-b 4M -s anonymous_thp --eager-split 2M --log {log} --split-threads 3"));
     }
 }
 

@@ -69,9 +69,26 @@ fn names_and_sizes_that_do_not_exist() {
     refused("dirty-log --eager-split 1G --granule 64k", "512M");
     refused("dirty-log --eager-split 1G --ipa-bits 32", "2M");
     refused("dirty-log --eager-split on", "eager-split");
+    refused("dirty-log --log pml", "bitmap, ring, hardware");
     refused("dirty-log --nonsense", "unexpected argument");
     refused("no-such-workload", "unrecognized");
     refused("", "Usage");
+}
+
+#[test]
+fn options_that_need_another_option() {
+    refused("dirty-log --split-threads 2", "--eager-split");
+    refused("dirty-log --split-threads 2 --eager-split off", "--eager-split");
+    refused("dirty-log --split-threads 0 --eager-split 2M", "1..=64");
+    refused("dirty-log --split-threads 65 --eager-split 2M", "1..=64");
+    refused("dirty-log --ring 256", "--log ring");
+    refused("dirty-log --ring 256 --log hardware", "--log ring");
+    refused("dirty-log --ring 128 --log ring", "power of two");
+    refused("dirty-log --ring 300 --log ring", "power of two");
+    refused("dirty-log --ring 131072 --log ring", "power of two");
+    refused("dirty-log --ring many --log ring", "invalid");
+    refused("dirty-log -g --log ring", "manual protect");
+    refused("dirty-log -g --log hardware", "manual protect");
 }
 
 #[test]

@@ -1,20 +1,25 @@
 //! `slat dirty-log`: how long guests take to write, and the hypervisor to log it, as in the kernel's
 //! `dirty_log_perf_test`.
 //!
-//! Populate; enable the log; for each iteration dirty, get, clear (unless getting protects at once); disable. With
+//! Populate; enable the log; for each iteration dirty, get, clear (unless getting protects at once); disable. Dirty rings
+//! are also emptied when one is full; then to get is to take the rest out, and to clear is to have all of it reset. With
 //! `--check` every collection is compared with memory, and before the log is disabled it is also collected and cleared
 //! while all vCPUs write at random.
 
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use slat::format::arm::{Granule, K4, K16, K64};
-use slat_vm::{LogError, LogMode};
+use slat::{Gpa, GpaRange};
+use slat_vm::LogError;
 
 use crate::check::Check;
 use crate::failure::Failure;
 use crate::granule::GranuleSize;
 use crate::guest::{Pass, Program};
 use crate::layout::Layout;
+use crate::model::{Equipment, ModelHost};
 use crate::random::Dice;
 use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
@@ -22,10 +27,14 @@ use crate::{config, model, output};
 
 mod audit;
 mod options;
+mod rings;
+mod split;
 
 use audit::{Audit, Found, Log};
-use options::Config;
+use options::{Config, LogKind};
 pub(crate) use options::{LONG_HELP, Options};
+use rings::{Bell, Collector, Writer};
+use split::Splitters;
 
 /// Collections while vCPUs write, with `--check`: at least so many, and for so long.
 const ROUNDS: (u32, Duration) = (32, Duration::from_millis(300));
@@ -44,7 +53,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
     let (layout, config) = options.settle(chosen)?;
     let (layout, machine) = (&layout, &options.machine);
-    let (model, memory) = model::machine(layout, machine, &config.guest)?;
+    let workers = config.split_threads.unwrap_or(0);
+    let (model, memory) = model::machine_for(layout, machine, &config.guest, workers)?;
     let ground = Ground { model: &model, memory: &memory, layout, machine };
     let (phases, check) = match layout.granule {
         GranuleSize::K4 => measure::<K4>(ground, &config),
@@ -84,15 +94,32 @@ fn measure<G: Granule>(
     ground: Ground<'_>,
     config: &Config,
 ) -> Result<(Vec<Phase>, Option<Check<Found>>), Failure> {
-    let programs =
-        (0..config.guest.vcpus).map(|index| program(ground.layout, config, index)).collect();
-    let ended = ground.play::<G, _, _>(programs, 1 + config.iterations, |stage| {
-        let log = Log::new(ground.layout);
-        let mut run = Run { ground, config, stage, log, audit: None };
-        run.all()?;
+    let bell = Arc::new(Bell::default());
+    let writer = |index| Writer::new(program(ground.layout, config, index), &bell);
+    let writers = (0..config.guest.vcpus).map(writer).collect();
+    let equipment = Equipment {
+        host: ModelHost::of(ground.memory),
+        dirty_ring: config.ring_entries,
+        hardware_dirty: config.log == LogKind::Hardware,
+    };
+    let ended = ground.play_on::<G, _, _>(equipment, writers, 1 + config.iterations, |stage| {
+        let log = || Log::new(ground.layout);
+        let collector = (config.log == LogKind::Ring)
+            .then(|| Collector::new(stage.vm, &stage.rings, log(), &bell))
+            .transpose()?;
+        let splitters = Splitters::new(stage.vm, config.split_threads)?;
+        let collector = collector.as_ref();
+        let mut run = Run { ground, config, stage, collector, splitters, log: log(), audit: None };
+        let played = thread::scope(|scope| {
+            let _running = collector.map(|collector| collector.start(scope)).transpose()?;
+            run.all()
+        });
+        // A vCPU that waited for the collector in vain has broken off too.
+        collector.and_then(Collector::failure).map_or(played, Err)?;
         Ok(run.audit)
     })?;
-    let check = ended.result.map(|audit| ground.judge(audit.finish(&ended.programs)));
+    let programs: Vec<_> = ended.programs.into_iter().map(|writer| writer.program).collect();
+    let check = ended.result.map(|audit| ground.judge(audit.finish(&programs)));
     Ok((ended.phases, check))
 }
 
@@ -110,7 +137,10 @@ fn program(layout: &Layout, config: &Config, index: u32) -> Program {
 struct Run<'a, 'r, 's, 'm, G: Granule> {
     ground: Ground<'a>,
     config: &'a Config,
-    stage: &'r mut Stage<'s, 'm, G>,
+    stage: &'r mut Stage<'s, 'm, G, Writer>,
+    /// Who empties the rings, where there are any.
+    collector: Option<&'r Collector<'s, 'm, G>>,
+    splitters: Splitters<'m>,
     log: Log,
     audit: Option<Audit<'a>>,
 }
@@ -118,14 +148,14 @@ struct Run<'a, 'r, 's, 'm, G: Granule> {
 impl<G: Granule> Run<'_, '_, '_, '_, G> {
     fn all(&mut self) -> Result<(), Failure> {
         let config = self.config;
-        self.stage.pass("populate", None, POPULATE)?;
+        self.pass("populate", None, POPULATE)?;
         if config.guest.check {
             self.audit = Some(Audit::new(self.ground.memory, self.ground.layout));
         }
         self.enable()?;
         let pass = Pass { write_percent: config.write_percent, random: config.random_order };
         for iteration in 1..=config.iterations {
-            self.stage.pass("dirty", Some(iteration), pass)?;
+            self.pass("dirty", Some(iteration), pass)?;
             self.collect(iteration)?;
         }
         if config.guest.check {
@@ -134,35 +164,66 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
         self.disable(pass)
     }
 
+    fn pass(
+        &mut self,
+        name: &'static str,
+        iteration: Option<u32>,
+        pass: Pass,
+    ) -> Result<(), Failure> {
+        self.stage.pass(name, iteration, pass)?;
+        self.settle();
+        Ok(())
+    }
+
+    /// Counts for the last phase what was done by others than the stage's own worker.
+    fn settle(&mut self) {
+        let collector = self.collector.map(Collector::counters).unwrap_or_default();
+        self.stage.others = collector + self.splitters.counters();
+        self.stage.settle();
+    }
+
     fn enable(&mut self) -> Result<(), Failure> {
-        let mode = match self.config.manual_protect {
-            true => LogMode::Manual { initially_all_set: true },
-            false => LogMode::Protect,
-        };
-        let enable =
-            self.stage.each_slot("enable", None, |vm, worker, id| vm.enable_log(worker, id, mode));
-        Ok(enable?)
+        let (mode, layout, splitters) =
+            (self.config.mode(), self.ground.layout, &mut self.splitters);
+        let size = layout.slot_size();
+        self.stage.each_slot("enable", None, |vm, worker, id| {
+            let range = GpaRange::new(Gpa(layout.gpa + u64::from(id) * size), size);
+            let range = range.ok_or_else(|| Failure::Run(format!("memslot {id} is empty")))?;
+            splitters.enable(vm, worker, (id, range), mode)
+        })?;
+        self.settle();
+        Ok(())
     }
 
     /// Gets and clears, each a phase, and audits both. No vCPU runs.
     fn collect(&mut self, iteration: u32) -> Result<(), Failure> {
         self.sample();
         let (iteration, slots) = (Some(iteration), &mut self.log.slots);
-        self.stage.each_slot("get", iteration, |vm, worker, id| {
-            vm.dirty_log(worker, id, &mut slots[id as usize]).map(drop)
-        })?;
-        if self.config.manual_protect {
-            let pages = self.ground.layout.slot_pages();
-            self.stage.each_slot("clear", iteration, |vm, worker, id| {
-                vm.clear_dirty_log(worker, id, 0, pages, &slots[id as usize]).map(drop)
+        if let Some(collector) = self.collector {
+            self.stage.step("get", iteration, |_, _| collector.get())?;
+            self.stage.step("clear", iteration, |_, _| collector.clear(&mut self.log))?;
+            self.settle();
+        } else {
+            self.stage.each_slot("get", iteration, |vm, worker, id| {
+                vm.dirty_log(worker, id, &mut slots[id as usize]).map(drop)
             })?;
+            if self.config.manual_protect {
+                let pages = self.ground.layout.slot_pages();
+                self.stage.each_slot("clear", iteration, |vm, worker, id| {
+                    vm.clear_dirty_log(worker, id, 0, pages, &slots[id as usize]).map(drop)
+                })?;
+            }
         }
         self.compare(false);
         Ok(())
     }
 
     /// The same without phases of their own.
-    fn collect_untimed(&mut self) -> Result<(), LogError> {
+    fn collect_untimed(&mut self) -> Result<(), Failure> {
+        if let Some(collector) = self.collector {
+            collector.get()?;
+            return collector.clear(&mut self.log);
+        }
         let Stage { vm, worker, .. } = &mut *self.stage;
         for (id, bitmap) in (0..).zip(&mut self.log.slots) {
             vm.dirty_log(worker, id, bitmap)?;
@@ -203,6 +264,7 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
             audit.compare_copy();
         }
         self.stage.end("check", None, start.elapsed());
+        self.settle();
         Ok(())
     }
 
@@ -229,8 +291,8 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
         if running {
             self.stage.crew.stop();
             self.stage.crew.wait(|_| {})?;
-            self.stage.settle();
         }
+        self.settle();
         Ok(())
     }
 }

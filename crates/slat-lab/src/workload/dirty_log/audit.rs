@@ -10,6 +10,8 @@
 //! resumes. So before each collection: all words are sampled; then every vCPU completes an access, and with it the
 //! fault that was under way. Whatever the sample shows changed has been marked by then, by its own vCPU or by another
 //! one whose fault it profited from: a page that the sample shows changed and the collection does not report is lost.
+//! That holds for each way of logging: with dirty rings, the fault that makes a page writable puts it into the ring of
+//! its vCPU; with hardware's dirty state, the entry is dirty before the store is done.
 //! There is no slack of a round, and no store is left out, since the copy must equal memory when all vCPUs have
 //! stopped and the log has been collected once more.
 
@@ -163,6 +165,20 @@ impl Log {
             page: layout.page,
             slot_size: layout.slot_size(),
         }
+    }
+
+    /// Puts page `page` of memslot `slot` in. Whether there is such a page.
+    pub(super) fn add(&mut self, slot: u32, page: u64) -> bool {
+        let slot = self.slots.get_mut(slot as usize);
+        let Some(slot) = slot.filter(|_| page < self.slot_size / self.page) else { return false };
+        slot[(page / 64) as usize] |= 1 << (page % 64);
+        true
+    }
+
+    /// Takes what is in `other`, which is empty then.
+    pub(super) fn replace_by(&mut self, other: &mut Self) {
+        std::mem::swap(&mut self.slots, &mut other.slots);
+        other.slots.iter_mut().for_each(|slot| slot.fill(0));
     }
 
     /// Whether the page of the host with the first word of a guest page is in it.

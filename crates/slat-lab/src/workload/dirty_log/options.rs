@@ -2,8 +2,9 @@
 
 use std::fmt;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use serde::Serialize;
+use slat_vm::LogMode;
 
 use crate::backing::Backing;
 use crate::config::{self, GuestConfig};
@@ -21,6 +22,14 @@ Sizes are whole numbers with an optional K, M, G or T. Letters mean what they me
 dirty_log_perf_test; numbers of guest modes are those of Linux 6.12 for arm64 (9 to 11 are other architectures'). \
 One run is one guest mode.
 
+--log ring: a vCPU whose ring is full waits for a collector thread, which takes out what is in all rings and resets them \
+(phase dirty); get takes out the rest, clear resets it. --log hardware: dirty state of FEAT_HAFDBS; get takes it out of the \
+entries by a walk, and there is no clear.
+
+--split-threads: without it, one thread splits, when the log is enabled or, where all bits are set at first (--log bitmap \
+without -g), as it is cleared. One thread clears, so more would have nothing to do then; with it, memslots are split as a \
+whole after the log was enabled.
+
 --json prints one object: {\"workload\", \"backend\", \"config\", \"notes\", \"phases\": [{\"name\", \
 \"iteration\", \"seconds\", \"counters\"}], \"counters\", \"check\"}. Counters are faults, splits, collapses, \
 tables_allocated, tables_freed, publishes, invalidations by kind (by_ipa, by_range, combined, everything, local) and \
@@ -28,6 +37,11 @@ entries_visited: of the phase, and of all phases together. \"check\" is null wit
 collections, collections_while_running, changed, lost, lost_pages, wrong_loads, misplaced, violations and violation.
 
 Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+
+/// More threads than splitting has use for.
+const MAX_SPLIT_THREADS: i64 = 64;
+/// As the kernel's tests have it.
+const RING_ENTRIES: u32 = 65536;
 
 /// Options of `dirty-log`.
 #[derive(Clone, Debug, Args)]
@@ -52,7 +66,22 @@ pub(crate) struct Options {
     #[arg(short = 'w', long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
     pub(crate) write_percent: u32,
 
-    /// No manual protect: getting the log clears and write-protects at once
+    /// What tells which pages were written: a bitmap that faults mark, a dirty ring of each vCPU, or hardware's dirty
+    /// state
+    #[arg(
+        long,
+        value_enum,
+        value_name = "bitmap|ring|hardware",
+        default_value = "bitmap",
+        hide_possible_values = true
+    )]
+    log: LogKind,
+
+    /// Entries of a dirty ring with --log ring, a power of two from 256 to 65536 [default: 65536]
+    #[arg(long, value_name = "N", value_parser = ring_entries)]
+    ring: Option<u32>,
+
+    /// No manual protect of the bitmap: getting the log clears and write-protects at once
     #[arg(short = 'g', long)]
     pub(crate) no_manual_protect: bool,
 
@@ -78,11 +107,28 @@ pub(crate) struct Options {
     #[command(flatten)]
     split: EagerSplitOption,
 
+    /// So many threads split each memslot at once, in the enable phase; without this, one does, then or as the log is
+    /// cleared
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_SPLIT_THREADS), help_heading = "Machine")]
+    split_threads: Option<u32>,
+
     #[command(flatten)]
     check: CheckOption,
 
     #[command(flatten)]
     pub(crate) output: OutputOptions,
+}
+
+/// How the log is kept.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum LogKind {
+    /// A bit a page, which faults set.
+    Bitmap,
+    /// Each vCPU's ring, into which faults put pages.
+    Ring,
+    /// Dirty state that hardware keeps in the entries, without faults.
+    Hardware,
 }
 
 /// What runs, with every default filled in: the `config` of the report.
@@ -94,11 +140,26 @@ pub(crate) struct Config {
     pub(crate) write_percent: u32,
     pub(crate) random_order: bool,
     pub(crate) seed: u64,
+    pub(crate) log: LogKind,
+    pub(crate) ring_entries: Option<u32>,
     pub(crate) manual_protect: bool,
     pub(crate) run_while_disabling: bool,
     pub(crate) overlap: bool,
     pub(crate) slots: u32,
     pub(crate) eager_split: EagerSplit,
+    pub(crate) split_threads: Option<u32>,
+}
+
+impl Config {
+    /// How a memslot is logged.
+    pub(super) fn mode(&self) -> LogMode {
+        match self.log {
+            LogKind::Bitmap if self.manual_protect => LogMode::Manual { initially_all_set: true },
+            LogKind::Bitmap => LogMode::Protect,
+            LogKind::Ring => LogMode::Ring { backup: false },
+            LogKind::Hardware => LogMode::Hardware,
+        }
+    }
 }
 
 impl Options {
@@ -110,6 +171,7 @@ impl Options {
         if self.nested {
             return Err(Failure::Usage("-n: nested guests are out of scope".to_owned()));
         }
+        self.check_log()?;
         let plan = Plan {
             overlap: self.overlap.overlap,
             slots: self.slots.slots,
@@ -124,13 +186,36 @@ impl Options {
             write_percent: self.write_percent,
             random_order: self.random_order,
             seed: self.seed,
-            manual_protect: !self.no_manual_protect,
+            log: self.log,
+            ring_entries: match self.log {
+                LogKind::Ring => Some(self.ring.unwrap_or(RING_ENTRIES)),
+                LogKind::Bitmap | LogKind::Hardware => None,
+            },
+            manual_protect: self.log == LogKind::Bitmap && !self.no_manual_protect,
             run_while_disabling: self.run_while_disabling,
             overlap: plan.overlap,
             slots: plan.slots,
             eager_split: plan.eager_split,
+            split_threads: self.split_threads,
         };
         Ok((layout, config))
+    }
+
+    /// Refuses what only another kind of log has, or another way to split.
+    fn check_log(&self) -> Result<(), Failure> {
+        let usage = |why: &str| Err(Failure::Usage(why.to_owned()));
+        if self.no_manual_protect && self.log != LogKind::Bitmap {
+            return usage("-g: only the log of --log bitmap has a manual protect to leave out");
+        }
+        if self.ring.is_some() && self.log != LogKind::Ring {
+            return usage("--ring: there are dirty rings with --log ring only");
+        }
+        if self.split_threads.is_some() && self.split.eager_split == EagerSplit::Off {
+            return usage(
+                "--split-threads: without --eager-split nothing is split ahead of write faults; say with it how much at once",
+            );
+        }
+        Ok(())
     }
 }
 
@@ -147,12 +232,29 @@ impl fmt::Display for Config {
         if self.overlap {
             f.write_str(", overlapping")?;
         }
-        let protect = if self.manual_protect { "manual protect" } else { "no manual protect" };
-        write!(f, ", {protect}")?;
+        match (self.log, self.ring_entries) {
+            (LogKind::Bitmap, _) if self.manual_protect => f.write_str(", manual protect")?,
+            (LogKind::Bitmap, _) => f.write_str(", no manual protect")?,
+            (_, Some(entries)) => write!(f, ", dirty rings of {entries}")?,
+            (LogKind::Ring | LogKind::Hardware, None) => f.write_str(", hardware dirty state")?,
+        }
         if self.run_while_disabling {
             f.write_str(", running while disabling")?;
         }
         writeln!(f)?;
-        guest.machine_line(f, &format!(", eager split {}", self.eager_split))
+        let threads = match self.split_threads {
+            None => String::new(),
+            Some(1) => " by 1 thread".to_owned(),
+            Some(threads) => format!(" by {threads} threads"),
+        };
+        guest.machine_line(f, &format!(", eager split {}{threads}", self.eager_split))
+    }
+}
+
+fn ring_entries(text: &str) -> Result<u32, String> {
+    let entries = text.parse().map_err(|error: std::num::ParseIntError| error.to_string())?;
+    match entries {
+        256..=65536 if u32::is_power_of_two(entries) => Ok(entries),
+        _ => Err("a dirty ring has a power of two of entries, 256 to 65536".to_owned()),
     }
 }
