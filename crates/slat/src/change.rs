@@ -18,8 +18,20 @@ pub(crate) trait Change {
     fn interest(&self) -> u64;
     /// The leaf after the change; the same if it needs none.
     fn apply(&self, leaf: u64) -> u64;
-    /// Whether [`covers`](Self::covers) leaves any page of the range out.
+    /// Whether [`selected`](Self::selected) and [`covers`](Self::covers) leave any page of the range out.
     const SELECTS: bool = false;
+    /// How many pages from `start` on, as far as it looks, are not to be changed.
+    #[inline(always)]
+    fn skipped(&self, start: u64) -> usize {
+        let _ = start;
+        0
+    }
+    /// Which of the eight pages from `start` on are to be changed, bit 0 the first.
+    #[inline(always)]
+    fn selected(&self, start: u64) -> u32 {
+        let _ = start;
+        WHOLE
+    }
     /// Whether any page of `start..end` is to be changed.
     #[inline(always)]
     fn covers(&self, start: u64, end: u64) -> bool {
@@ -104,43 +116,77 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
     /// Entries `index` and `index + 1`, both valid and of interest as `old`, in one exchange. `false`: take them singly.
     #[inline(always)]
     fn pair(&mut self, run: &Run<'_, M>, index: usize, old: [u64; 2]) -> bool {
-        let (start, middle) = (run.address(index), run.address(index + 1));
-        let end = middle + run.page_size();
         let new = [self.change.apply(old[0]), self.change.apply(old[1])];
-        if !self.change.covers(start, middle)
-            || !self.change.covers(middle, end)
-            || new[0] == old[0]
-            || new[1] == old[1]
-            || !run.table.exchange_pair(index, old, new)
-        {
+        if new[0] == old[0] || new[1] == old[1] || !run.table.exchange_pair(index, old, new) {
             return false;
         }
+        let (start, middle) = (run.address(index), run.address(index + 1));
         self.change.seen(old[0], start, middle);
-        self.change.seen(old[1], middle, end);
+        self.change.seen(old[1], middle, middle + run.page_size());
         true
     }
 
-    /// The entries of one chunk, some of which are of interest.
+    /// The entries of one chunk of which a bit is set in `selected`; some of the chunk are of interest.
+    ///
+    /// All together go in pairs. Where only some are of interest, they go one by one, in the order of their bits: a
+    /// branch for each entry that is as often taken as not costs more than an exchange.
     #[inline(always)]
-    fn chunk(&mut self, run: &Run<'_, M>, index: usize) -> Result<(), (Gpa, Flow)> {
+    fn chunk(&mut self, run: &Run<'_, M>, index: usize, selected: u32) -> Result<(), (Gpa, Flow)> {
         let wanted = self.change.interest();
         let old: [u64; CHUNK] = core::array::from_fn(|n| run.table.load(index + n));
         let (all, any) = old.iter().fold((u64::MAX, 0), |(all, any), &e| (all & e, any | e));
-        let dense = !C::SELECTS && F::is_valid(all) && all & wanted != 0 && any & LOCK_BIT == 0;
-        // Which of the chunk were changed as pairs, a bit each.
+        let dense = F::is_valid(all) && all & wanted != 0 && any & LOCK_BIT == 0;
+        let paired = if self.tree.pairs && selected == WHOLE && dense {
+            self.pairs(run, index, &old)
+        } else {
+            0
+        };
+        if paired == WHOLE {
+            return Ok(());
+        }
+        let interest = wanted | LOCK_BIT;
+        let bits = |bits, n: usize| bits | u32::from(old[n] & interest != 0) << n;
+        let mut rest = (0..CHUNK).fold(0, bits) & selected & !paired;
+        while rest != 0 {
+            let n = rest.trailing_zeros() as usize;
+            rest &= rest - 1;
+            self.chosen(run, index + n, old[n])?;
+        }
+        Ok(())
+    }
+
+    /// Reads an entry of each chunk that is to be changed, so that the caches fetch all of them at once: they lie apart, and
+    /// an exchange waits for its own.
+    #[inline(always)]
+    fn touch(&self, run: &Run<'_, M>) {
+        let mut index = self.next(run, run.from.next_multiple_of(CHUNK));
+        while index < run.to {
+            run.table.load(index);
+            index = self.next(run, index + CHUNK);
+        }
+    }
+
+    /// The first chunk from the one at `index` on of which a page is to be changed, or the end of the run.
+    #[inline(always)]
+    fn next(&self, run: &Run<'_, M>, mut index: usize) -> usize {
+        while C::SELECTS && index < run.to {
+            let skipped = self.change.skipped(run.address(index));
+            if skipped < CHUNK {
+                return index;
+            }
+            index += skipped - skipped % CHUNK;
+        }
+        index
+    }
+
+    /// A chunk of entries that are all of interest, two at a time. Which of them were changed so, a bit each.
+    #[inline(always)]
+    fn pairs(&mut self, run: &Run<'_, M>, index: usize, old: &[u64; CHUNK]) -> u32 {
+        self.before_exchange();
         let mut paired = 0u32;
-        if self.tree.pairs {
-            self.before_exchange();
-            for n in (0..CHUNK).step_by(2) {
-                let [a, b] = [old[n], old[n + 1]];
-                let both = dense
-                    || F::is_valid(a & b)
-                        && a & wanted != 0
-                        && b & wanted != 0
-                        && (a | b) & LOCK_BIT == 0;
-                if both && self.pair(run, index + n, [a, b]) {
-                    paired |= 0b11 << n;
-                }
+        for n in (0..CHUNK).step_by(2) {
+            if self.pair(run, index + n, [old[n], old[n + 1]]) {
+                paired |= 0b11 << n;
             }
         }
         if paired != 0 {
@@ -150,35 +196,26 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
             self.changed.add(start, end, Some(Level::LAST));
             self.exchanged += u64::from(paired.count_ones());
         }
-        if paired == (1 << CHUNK) - 1 {
-            return Ok(());
-        }
-        self.rest(run, index, &old, paired)
-    }
-
-    /// Those entries of a chunk, read as `old`, that were not changed as pairs.
-    fn rest(
-        &mut self,
-        run: &Run<'_, M>,
-        index: usize,
-        old: &[u64; CHUNK],
-        paired: u32,
-    ) -> Result<(), (Gpa, Flow)> {
-        let interest = self.change.interest() | LOCK_BIT;
-        for (n, &old) in old.iter().enumerate() {
-            if paired >> n & 1 == 0 && old & interest != 0 {
-                self.single(run, index + n, old)?;
-            }
-        }
-        Ok(())
+        paired
     }
 
     /// One entry of the last level, read as `old`.
     #[inline(always)]
     fn single(&mut self, run: &Run<'_, M>, index: usize, old: u64) -> Result<(), (Gpa, Flow)> {
         let start = run.address(index);
+        if self.change.covers(start, start + run.page_size()) {
+            self.chosen(run, index, old)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// One entry of the last level that is to be changed, read as `old`.
+    #[inline(always)]
+    fn chosen(&mut self, run: &Run<'_, M>, index: usize, old: u64) -> Result<(), (Gpa, Flow)> {
+        let start = run.address(index);
         let end = start + run.page_size();
-        if F::is_valid(old) && self.change.covers(start, end) {
+        if F::is_valid(old) {
             let new = self.change.apply(old);
             if new == old {
                 if old & self.change.interest() != 0 {
@@ -200,7 +237,10 @@ impl<F: Format, M: Machine, C: Change> Changer<'_, '_, F, M, C> {
     }
 }
 
+/// Entries that are looked at together.
 const CHUNK: usize = 8;
+/// All of a chunk, a bit each.
+const WHOLE: u32 = (1 << CHUNK) - 1;
 
 impl<F: Format, M: Machine, C: Change> Visitor<M> for Changer<'_, '_, F, M, C> {
     #[inline(always)]
@@ -218,6 +258,9 @@ impl<F: Format, M: Machine, C: Change> Visitor<M> for Changer<'_, '_, F, M, C> {
     #[inline]
     fn run(&mut self, run: &Run<'_, M>) -> Result<(), (Gpa, Flow)> {
         let interest = self.change.interest() | LOCK_BIT;
+        if C::SELECTS {
+            self.touch(run);
+        }
         let mut index = run.from;
         while index < run.to {
             if !index.is_multiple_of(CHUNK) || run.to - index < CHUNK {
@@ -227,9 +270,10 @@ impl<F: Format, M: Machine, C: Change> Visitor<M> for Changer<'_, '_, F, M, C> {
             }
             let any = (0..CHUNK).fold(0, |any, n| any | run.table.load(index + n));
             if any & interest != 0 {
-                self.chunk(run, index)?;
+                let selected = self.change.selected(run.address(index));
+                self.chunk(run, index, selected)?;
             }
-            index += CHUNK;
+            index = self.next(run, index + CHUNK);
         }
         Ok(())
     }

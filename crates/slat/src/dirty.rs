@@ -18,7 +18,7 @@ impl<F: Format, S: FnMut(GpaRange)> Change for Harvest<F, S> {
 
     #[inline(always)]
     fn interest(&self) -> u64 {
-        F::WRITE
+        F::DIRTY
     }
 
     #[inline(always)]

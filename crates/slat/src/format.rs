@@ -158,6 +158,8 @@ pub unsafe trait Format: Copy + PartialEq + Send + Sync + 'static {
     const INDEX_BITS: u32 = Self::PAGE_SHIFT - 3;
     /// The bits whose clearing takes every way to write away from a leaf, now and by hardware later (rule 8).
     const WRITE: u64;
+    /// Bits without which a leaf is not dirty; others may have them too.
+    const DIRTY: u64;
     /// A bit that every valid entry has and no invalid one.
     const VALID: u64 = 1;
     /// The access flag.

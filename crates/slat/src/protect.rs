@@ -6,19 +6,31 @@ use crate::change::Change;
 use crate::machine::{Event, Machine, Promise};
 use crate::{Error, Format, Gpa, GpaRange, Participant, Tree};
 
-/// With `MASKED`, of those of 64 pages from `first` on whose bit is set in `mask`. The walk keeps between the first and
-/// the last of them.
-struct WriteProtect<F, S, const MASKED: bool> {
+/// Of all pages of the walk, or with `MASKED` of those from `first` on whose bit is set in `masks`. The walk keeps between
+/// the first and the last of them.
+struct WriteProtect<'a, F, S, const MASKED: bool> {
     first: u64,
-    mask: u64,
+    masks: &'a [u64],
     dirty: S,
     format: PhantomData<F>,
 }
 
-impl<F: Format, S: FnMut(GpaRange), const MASKED: bool> Change for WriteProtect<F, S, MASKED> {
+impl<F: Format, S, const MASKED: bool> WriteProtect<'_, F, S, MASKED> {
+    /// The bits of the 64 pages from `page` on.
+    #[inline(always)]
+    fn bits(&self, page: u64) -> u64 {
+        let word = |n| self.masks.get(n as usize).copied().unwrap_or(0);
+        match page % 64 {
+            0 => word(page / 64),
+            skip => word(page / 64) >> skip | word(page / 64 + 1) << (64 - skip),
+        }
+    }
+}
+
+impl<F: Format, S: FnMut(GpaRange), const MASKED: bool> Change for WriteProtect<'_, F, S, MASKED> {
     const INVALIDATES: bool = true;
-    const SELECTS: bool = MASKED;
     const EXACT: bool = true;
+    const SELECTS: bool = MASKED;
 
     #[inline(always)]
     fn interest(&self) -> u64 {
@@ -31,13 +43,35 @@ impl<F: Format, S: FnMut(GpaRange), const MASKED: bool> Change for WriteProtect<
     }
 
     #[inline(always)]
+    fn skipped(&self, start: u64) -> usize {
+        if !MASKED {
+            return 0;
+        }
+        self.bits((start - self.first) >> F::PAGE_SHIFT).trailing_zeros() as usize
+    }
+
+    #[inline(always)]
+    fn selected(&self, start: u64) -> u32 {
+        if !MASKED {
+            return 0xff;
+        }
+        (self.bits((start - self.first) >> F::PAGE_SHIFT) & 0xff) as u32
+    }
+
+    #[inline(always)]
     fn covers(&self, start: u64, end: u64) -> bool {
         if !MASKED {
             return true;
         }
-        let skip = (start - self.first) >> F::PAGE_SHIFT;
-        let pages = (end - start) >> F::PAGE_SHIFT;
-        self.mask >> skip & (u64::MAX >> (64 - pages)) != 0
+        let page = |at| (at - self.first) >> F::PAGE_SHIFT;
+        let (start, end) = (page(start), page(end));
+        if end - start == 1 {
+            return self.bits(start) & 1 != 0;
+        }
+        (start..end).step_by(64).any(|page| {
+            let pages = (end - page).min(64);
+            self.bits(page) & (u64::MAX >> (64 - pages)) != 0
+        })
     }
 
     #[inline(always)]
@@ -69,18 +103,61 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         dirty: impl FnMut(GpaRange),
     ) -> Result<u64, Error> {
         self.check(range)?;
-        let (first, mask, format) = (0, 0, PhantomData);
-        let change = WriteProtect::<F, _, false> { first, mask, dirty, format };
-        self.protect(who, range, change, Promise::ReadOnly(range))
+        let (first, masks, format) = (0, &[][..], PhantomData);
+        let change = WriteProtect::<F, _, false> { first, masks, dirty, format };
+        self.machine.observe(Event::Begin);
+        let result = self.change(who, range, change);
+        let promise = if result.is_ok() { Promise::ReadOnly(range) } else { Promise::Nothing };
+        self.machine.observe(Event::End(promise));
+        result.map(|(_, leaves)| leaves)
     }
 
-    /// Write-protects those of 64 pages from `first` on whose bit is set in `mask`, bit 0 the first page: one section
-    /// of a dirty bitmap in one walk, with one invalidation. Returns and promises what
+    /// Write-protects those of the pages from `first` on whose bit is set in `masks`, bit 0 of the first word the first
+    /// page: a piece of a dirty bitmap in one walk, with one invalidation. Entries of pages whose bit is clear are neither
+    /// changed nor looked at, but for the seven neighbours of each. Returns and promises what
     /// [`write_protect`](Self::write_protect) does.
     ///
     /// # Errors
     /// [`Error::OutOfRange`], [`Error::Misaligned`] for the pages from the first set bit to the last;
     /// [`Error::OtherMachine`]; nothing was changed then.
+    pub fn write_protect_pages(
+        &self,
+        who: &Participant<'_, M>,
+        first: Gpa,
+        masks: &[u64],
+        dirty: impl FnMut(GpaRange),
+    ) -> Result<u64, Error> {
+        let Some((from, to)) = span(masks) else { return Ok(0) };
+        let limit = self.geometry().limit();
+        let start = from.checked_mul(1 << F::PAGE_SHIFT).and_then(|skip| first.0.checked_add(skip));
+        let size = (to - from).checked_mul(1 << F::PAGE_SHIFT);
+        let range = start.zip(size).and_then(|(start, size)| GpaRange::new(Gpa(start), size));
+        let range = range.ok_or(Error::OutOfRange { limit })?;
+        let pages: u64 = masks.iter().map(|mask| u64::from(mask.count_ones())).sum();
+        if pages == to - from {
+            return self.write_protect(who, range, dirty);
+        }
+        self.check(range)?;
+        // One operation for each word, as far as promises go.
+        let page_size = self.geometry().page_size();
+        let words = || (0..).zip(masks).filter(|(_, mask)| **mask != 0);
+        words().for_each(|_| self.machine.observe(Event::Begin));
+        let change =
+            WriteProtect::<F, _, true> { first: first.0, masks, dirty, format: PhantomData };
+        let result = self.change(who, range, change);
+        for (word, &mask) in words() {
+            let first = Gpa(first.0 + word * 64 * page_size);
+            let promise = Promise::ReadOnlyPages { first, mask, page_size };
+            let kept = if result.is_ok() { promise } else { Promise::Nothing };
+            self.machine.observe(Event::End(kept));
+        }
+        result.map(|(_, leaves)| leaves)
+    }
+
+    /// The same for 64 pages.
+    ///
+    /// # Errors
+    /// As [`write_protect_pages`](Self::write_protect_pages).
     pub fn write_protect_mask(
         &self,
         who: &Participant<'_, M>,
@@ -88,36 +165,15 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
         mask: u64,
         dirty: impl FnMut(GpaRange),
     ) -> Result<u64, Error> {
-        if mask == 0 {
-            return Ok(0);
-        }
-        let pages = 64 - mask.leading_zeros() - mask.trailing_zeros();
-        let start = first.0.checked_add(u64::from(mask.trailing_zeros()) << F::PAGE_SHIFT);
-        let range = start.and_then(|s| GpaRange::new(Gpa(s), u64::from(pages) << F::PAGE_SHIFT));
-        let limit = self.geometry().limit();
-        let range = range.ok_or(Error::OutOfRange { limit })?;
-        if pages == mask.count_ones() {
-            return self.write_protect(who, range, dirty);
-        }
-        self.check(range)?;
-        let page_size = self.geometry().page_size();
-        let promise = Promise::ReadOnlyPages { first, mask, page_size };
-        let (first, format) = (first.0, PhantomData);
-        let change = WriteProtect::<F, _, true> { first, mask, dirty, format };
-        self.protect(who, range, change, promise)
+        self.write_protect_pages(who, first, &[mask], dirty)
     }
+}
 
-    #[inline(always)]
-    fn protect(
-        &self,
-        who: &Participant<'_, M>,
-        range: GpaRange,
-        change: impl Change,
-        promise: Promise,
-    ) -> Result<u64, Error> {
-        self.machine.observe(Event::Begin);
-        let result = self.change(who, range, change);
-        self.machine.observe(Event::End(if result.is_ok() { promise } else { Promise::Nothing }));
-        result.map(|(_, leaves)| leaves)
-    }
+/// The first set bit, and the bit after the last.
+fn span(masks: &[u64]) -> Option<(u64, u64)> {
+    let first = masks.iter().position(|mask| *mask != 0)?;
+    let last = masks.iter().rposition(|mask| *mask != 0)?;
+    let from = first as u64 * 64 + u64::from(masks[first].trailing_zeros());
+    let to = (last as u64 + 1) * 64 - u64::from(masks[last].leading_zeros());
+    Some((from, to))
 }

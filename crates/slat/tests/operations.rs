@@ -268,6 +268,61 @@ fn a_section_of_64_pages_protects_exactly_the_masked_ones() {
 }
 
 #[test]
+fn a_piece_of_a_bitmap_protects_exactly_its_pages_wherever_it_begins_and_however_they_lie() {
+    let heap = Heap::new(4096, 1);
+    let mut s = setup(&heap);
+    let pages = 3 * 512;
+    s.map(0, 3 * M2, 3);
+    // Nothing, one, all, half, the ends of a word, and a seldom one, in every order of neighbours.
+    let words = [0, 1 << 63, u64::MAX, 0x5555_5555_5555_5555, 0, 0, 1 << 63 | 1, 1 << 37, u64::MAX];
+    for first in [0, 1, 7, 8, 63, 64, 509] {
+        s.unmap(0, 3 * M2);
+        s.map(0, 3 * M2, 3);
+        let bit = |page: u64| {
+            let ahead = page.checked_sub(first)?;
+            Some(words.get((ahead / 64) as usize)? >> (ahead % 64) & 1 == 1)
+        };
+        let wanted = (0..pages).filter(|&page| bit(page) == Some(true)).count() as u64;
+        let before = heap.invalidations.load(Ordering::Relaxed);
+        let done = s.tree.write_protect_pages(&s.who, Gpa(first * K), &words, |_| {});
+        assert_eq!(done, Ok(wanted), "from {first}");
+        assert_eq!(heap.invalidations.load(Ordering::Relaxed), before + 1, "one for all");
+        for page in 0..pages {
+            assert_eq!(s.writable(page * K), bit(page) != Some(true), "page {page} from {first}");
+        }
+        let again = s.tree.write_protect_pages(&s.who, Gpa(first * K), &words, |_| {});
+        assert_eq!(again, Ok(0));
+    }
+    assert_eq!(s.tree.write_protect_pages(&s.who, Gpa(0), &[], |_| {}), Ok(0));
+    assert_eq!(s.tree.write_protect_pages(&s.who, Gpa(0), &[0, 0], |_| {}), Ok(0));
+    let limit = Gpa(1 << 40);
+    let last = Gpa((1 << 40) - 64 * K);
+    let beyond = s.tree.write_protect_pages(&s.who, last, &[1, 1], |_| {});
+    assert_eq!(beyond, Err(Error::OutOfRange { limit }));
+    let beyond = s.tree.write_protect_pages(&s.who, Gpa(u64::MAX - 4095), &[1, 1], |_| {});
+    assert_eq!(beyond, Err(Error::OutOfRange { limit }));
+}
+
+#[test]
+fn a_block_that_a_piece_of_a_bitmap_touches_is_protected_as_a_whole() {
+    let heap = Heap::new(4096, 1);
+    let mut s = setup(&heap);
+    s.map(0, 2 * M2, 2);
+    // The set bits are in the second block; the walk begins and ends there.
+    let mut words = [0; 16];
+    (words[8], words[15]) = (1 << 5, 1 << 63);
+    assert_eq!(s.tree.write_protect_pages(&s.who, Gpa(0), &words, |_| {}), Ok(1));
+    assert!(s.writable(0) && !s.writable(M2));
+    // From the first block to the third there are bits, but none of the second.
+    s.unmap(0, 2 * M2);
+    s.map(0, 3 * M2, 2);
+    let mut words = [0; 24];
+    (words[0], words[23]) = (1, 1 << 63);
+    assert_eq!(s.tree.write_protect_pages(&s.who, Gpa(0), &words, |_| {}), Ok(2));
+    assert!(!s.writable(0) && s.writable(M2) && !s.writable(2 * M2));
+}
+
+#[test]
 fn concatenated_roots_live_on() {
     let heap = Heap::new(4096, 1);
     let mut s = with(&heap, Stage2::new(43).unwrap());

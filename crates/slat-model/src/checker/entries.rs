@@ -104,9 +104,12 @@ impl Model {
             self.raise(Violation::FreedWhileReachable { table, by: Reach::Engine { entry } });
         }
         thread::with(self.id, |thread| {
-            if let Some(operation) = thread.operations.last_mut() {
-                let root = || self.tables.address(number - freed::index_in_root(state));
-                operation.root.get_or_insert_with(root);
+            // Those that it is part of have touched the tree with it.
+            for operation in thread.operations.iter_mut().rev() {
+                if operation.root.is_some() {
+                    break;
+                }
+                operation.root = Some(self.tables.address(number - freed::index_in_root(state)));
             }
         });
     }

@@ -161,6 +161,7 @@ impl<G: Granule> Stage2<G> {
 unsafe impl<G: Granule> Format for Stage2<G> {
     const PAGE_SHIFT: u32 = G::SHIFT;
     const WRITE: u64 = S2AP_WRITE | DBM;
+    const DIRTY: u64 = S2AP_WRITE;
     const ACCESSED: u64 = ACCESSED;
     const SOFTWARE_SHIFT: u32 = SOFTWARE_SHIFT;
     type Maintenance = crate::maintenance::arm::Arm;

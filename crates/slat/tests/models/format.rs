@@ -42,6 +42,7 @@ unsafe impl Format for Tiny {
     const PAGE_SHIFT: u32 = 12;
     const INDEX_BITS: u32 = 1;
     const WRITE: u64 = Stage2::<K4>::WRITE;
+    const DIRTY: u64 = Stage2::<K4>::DIRTY;
     const ACCESSED: u64 = Stage2::<K4>::ACCESSED;
     const SOFTWARE_SHIFT: u32 = Stage2::<K4>::SOFTWARE_SHIFT;
     type Maintenance = ByPage;
