@@ -351,12 +351,15 @@ fn pages() -> u64 {
     pages.unwrap_or_else(|| panic!("--size {size}: 2M to 512G"))
 }
 
+/// Measures with so many of a hundred pages dirty.
+type Measure = fn(&mut Bench<'_>, u64);
+
 fn main() {
     let pages = pages();
     let format = Stage2::<K4>::new(40).unwrap();
     println!(
         "{:<38} {:>19} {:>19}\n{:<32} {:>6} {:>9} {:>9} {:>9} {:>9} {:>7}",
-        format!("{} MiB, ns", pages * PAGE >> 20),
+        format!("{} MiB, ns", (pages * PAGE) >> 20),
         "each page",
         "each dirty page",
         "",
@@ -369,7 +372,7 @@ fn main() {
     );
     let heap = Heap::new(4096, 4);
     let mut bench = Bench::new(&heap, format, pages);
-    let modes: [(LogMode, fn(&mut Bench<'_>, u64)); 3] = [
+    let modes: [(LogMode, Measure); 3] = [
         (LogMode::Protect, protect),
         (LogMode::Manual { initially_all_set: false }, manual),
         (LogMode::Ring { backup: false }, rings),

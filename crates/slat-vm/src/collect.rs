@@ -84,10 +84,12 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         match subject.mode {
             LogMode::Protect => self.take_and_protect(worker, &subject, bitmap)?,
             LogMode::Manual { .. } => {
+                let mut pages = 0;
                 self.in_pins(worker, &subject, 0, bitmap, |slot, word, out| {
                     *out = slot.log.bitmap.read(word) | slot.monitor(|bits| bits.read(word));
+                    pages += u64::from(out.count_ones());
                 })?;
-                return Ok(count(bitmap));
+                return Ok(pages);
             }
             LogMode::Hardware => self.harvest(worker, &subject, bitmap)?,
             LogMode::Ring { backup: true } => {
@@ -336,21 +338,27 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         range: GpaRange,
         done: Result<(), LogError>,
     ) -> Result<(), LogError> {
-        // Acquire: a count that is down to ours means that the others' pages are protected.
-        let others = self.pinned(worker, subject, |slot| {
-            slot.log.open.load(Ordering::Acquire) > 1 && !skips(Skip::OpenCollections)
-        });
-        let protected = match others {
-            Ok(true) if done.is_ok() => {
-                self.protect(worker, subject.id.space, range).map_err(LogError::from)
-            }
-            Ok(_) => Ok(()),
-            Err(gone) => return done.and(Err(gone)),
-        };
         // Release: the protection comes before whoever reads the lower count.
-        let lowered =
-            self.pinned(worker, subject, |slot| slot.log.open.fetch_sub(1, Ordering::Release));
-        done.and(protected).and(lowered.map(|_| ()))
+        let lower = |log: &Log| {
+            log.open.fetch_sub(1, Ordering::Release);
+        };
+        let others = self.pinned(worker, subject, |slot| {
+            // Acquire: a count that is down to ours means that the others' pages are protected.
+            let others = slot.log.open.load(Ordering::Acquire) > 1 && !skips(Skip::OpenCollections);
+            let others = others && done.is_ok();
+            if !others {
+                lower(slot.log);
+            }
+            others
+        });
+        match others {
+            Ok(true) => {}
+            Ok(false) => return done,
+            Err(gone) => return done.and(Err(gone)),
+        }
+        let protected = self.protect(worker, subject.id.space, range).map_err(LogError::from);
+        let lowered = self.pinned(worker, subject, |slot| lower(slot.log));
+        done.and(protected).and(lowered)
     }
 }
 

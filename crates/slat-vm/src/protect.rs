@@ -4,7 +4,7 @@
 //! word is either taken just now or was protected before, so the word can be protected as part of a longer stretch: one
 //! walk, one invalidation, and entries that are read-only already cost a load. Words between such ones that have no
 //! bits are walked over too, up to a limit. Where bits are left, their pages must stay writable, or they would fault
-//! once more than they have to: these words are protected by mask.
+//! once more than they have to: these words are protected by mask. So is a word that no other joins.
 
 use slat::{Format, Gpa, GpaRange, Lookup, Machine};
 
@@ -33,7 +33,15 @@ pub(crate) struct Protector<'a, 'm, F: Format, M: Machine, H: Host> {
     space: u16,
     slot: GpaRange,
     split: Split,
-    stretch: Option<(u64, u64)>,
+    stretch: Option<Stretch>,
+}
+
+/// Words of which nothing is left.
+struct Stretch {
+    first: u64,
+    end: u64,
+    /// What was taken out of the first.
+    bits: u64,
 }
 
 impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
@@ -60,7 +68,7 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
         match (taken.bits, taken.left) {
             (0, 0) => Ok(()),
             (0, _) => self.finish(),
-            (_, 0) => self.whole(word),
+            (bits, 0) => self.whole(word, bits),
             (bits, _) => {
                 self.finish()?;
                 self.masked(word, bits)
@@ -68,12 +76,12 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
         }
     }
 
-    fn whole(&mut self, word: u64) -> Result<(), slat::Error> {
+    fn whole(&mut self, word: u64, bits: u64) -> Result<(), slat::Error> {
         match &mut self.stretch {
-            Some((_, end)) if word - *end <= GAP => *end = word + 1,
+            Some(stretch) if word - stretch.end <= GAP => stretch.end = word + 1,
             _ => {
                 self.finish()?;
-                self.stretch = Some((word, word + 1));
+                self.stretch = Some(Stretch { first: word, end: word + 1, bits });
             }
         }
         Ok(())
@@ -84,7 +92,10 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
     /// # Errors
     /// What the tree refused.
     pub(crate) fn finish(&mut self) -> Result<(), slat::Error> {
-        let Some((first, end)) = self.stretch.take() else { return Ok(()) };
+        let Some(Stretch { first, end, bits }) = self.stretch.take() else { return Ok(()) };
+        if end == first + 1 && !matches!(self.split, Split::Chunks(_)) {
+            return self.masked(first, bits);
+        }
         let start = self.address(first);
         let end = self.address(end).min(self.slot.end().0);
         let Some(range) = GpaRange::new(Gpa(start), end.saturating_sub(start)) else {
@@ -126,7 +137,9 @@ impl<'a, 'm, F: Format, M: Machine, H: Host> Protector<'a, 'm, F, M, H> {
         let skip = u64::from(bits.trailing_zeros());
         let pages = SECTION - skip - u64::from(bits.leading_zeros());
         // Without memory the block is protected as a whole: more faults, nothing lost.
-        if let Some(range) = GpaRange::new(Gpa(first + skip * page), pages * page) {
+        if self.split != Split::Nothing
+            && let Some(range) = GpaRange::new(Gpa(first + skip * page), pages * page)
+        {
             self.vm.split_part(self.worker, self.space, range);
         }
         for tree in self.vm.trees(self.space) {

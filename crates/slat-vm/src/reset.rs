@@ -1,6 +1,6 @@
 //! Resetting dirty rings: harvested pages are protected again, and their entries given back.
 //!
-//! Entries of one slot that lie within 64 pages of each other, in either direction, are protected in one walk.
+//! Entries of one slot that lie near each other, in either direction, are protected in one walk.
 
 use slat::{Format, Gpa, Machine};
 
@@ -9,34 +9,48 @@ use crate::log::{LogError, LogMode};
 use crate::ring::{DirtyPage, DirtyRing};
 use crate::{Host, SlotId, Vm, Worker};
 
-/// Pages of one slot within 64 of each other.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// Words of pages that are protected in one walk.
+const WORDS: usize = 64;
+/// Pages on either side of the first one that go with it.
+const AROUND: u64 = WORDS as u64 * SECTION / 2;
+
+/// Pages of one slot that lie near each other.
+#[derive(Clone, PartialEq, Eq, Debug)]
 struct Near {
     slot: SlotId,
+    /// The page of bit 0.
     first: u64,
-    mask: u64,
+    masks: [u64; WORDS],
 }
 
 impl Near {
     fn new(page: DirtyPage) -> Self {
-        Self { slot: page.slot, first: page.page, mask: 1 }
+        // So that bits lie as in the bitmap of the slot.
+        let first = page.page.saturating_sub(AROUND) & !(SECTION - 1);
+        let mut near = Self { slot: page.slot, first, masks: [0; WORDS] };
+        near.add(page);
+        near
     }
 
-    /// With `page`, if it is near enough.
-    fn with(self, DirtyPage { slot, page }: DirtyPage) -> Option<Self> {
-        if slot != self.slot {
-            return None;
+    /// Takes `page` in, if it is near enough.
+    fn add(&mut self, DirtyPage { slot, page }: DirtyPage) -> bool {
+        let ahead = page.checked_sub(self.first).filter(|_| slot == self.slot);
+        let word =
+            ahead.and_then(|ahead| self.masks.get_mut(usize::try_from(ahead / SECTION).ok()?));
+        let Some(word) = word else { return false };
+        *word |= 1 << (page % SECTION);
+        true
+    }
+
+    /// Leaves out what is not below `pages`.
+    fn clip(&mut self, pages: u64) {
+        for (mask, first) in self.masks.iter_mut().zip((self.first..).step_by(SECTION as usize)) {
+            *mask &= match pages.saturating_sub(first) {
+                0 => 0,
+                inside @ 1..SECTION => (1 << inside) - 1,
+                _ => u64::MAX,
+            };
         }
-        if let Some(ahead) = page.checked_sub(self.first) {
-            return (ahead < SECTION).then(|| Self { mask: self.mask | 1 << ahead, ..self });
-        }
-        let behind = self.first - page;
-        // The last page must still be within the section that begins earlier now.
-        (behind < SECTION && behind <= u64::from(self.mask.leading_zeros())).then(|| Self {
-            first: page,
-            mask: self.mask << behind | 1,
-            ..self
-        })
     }
 }
 
@@ -46,7 +60,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// many entries that were. When it returns, the pages can be copied: every later write to them is in the ring of the
     /// vCPU that makes it. Waits while another thread resets the same ring.
     ///
-    /// Costs a walk and an invalidation for each stretch of entries that lie within 64 pages of each other.
+    /// Costs a walk and an invalidation for each stretch of entries that lie within 2048 pages of the first of them.
     ///
     /// # Errors
     /// [`LogError::OtherMachine`]: nothing was done. [`LogError::Tree`]: some entries were not given back.
@@ -63,8 +77,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         while let Some(page) = ring.harvested(at) {
             let mut near = Near::new(page);
             at += 1;
-            while let Some(with) = ring.harvested(at).and_then(|page| near.with(page)) {
-                near = with;
+            while ring.harvested(at).is_some_and(|page| near.add(page)) {
                 at += 1;
             }
             self.protect_near(worker, near)?;
@@ -75,18 +88,18 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         Ok(at - first)
     }
 
-    fn protect_near(&self, worker: &mut Worker<'m, M>, near: Near) -> Result<(), LogError> {
-        let Some((first, mask)) = self.pages_of(worker, near)? else { return Ok(()) };
+    fn protect_near(&self, worker: &mut Worker<'m, M>, mut near: Near) -> Result<(), LogError> {
+        let Some(first) = self.place(worker, &mut near)? else { return Ok(()) };
         for tree in self.trees(near.slot.space) {
             let Worker { hands, statistics } = &mut *worker;
-            let done = tree.write_protect_mask(&hands.participant, first, mask, |_| {});
+            let done = tree.write_protect_pages(&hands.participant, first, &near.masks, |_| {});
             statistics.protected += done?;
         }
         Ok(())
     }
 
-    /// Where the pages are, if their slot still reports to rings; those beyond its end are left out.
-    fn pages_of(&self, worker: &Worker<'m, M>, near: Near) -> Result<Option<(Gpa, u64)>, LogError> {
+    /// Where the pages begin, if their slot still reports to rings; those beyond its end are left out.
+    fn place(&self, worker: &Worker<'m, M>, near: &mut Near) -> Result<Option<Gpa>, LogError> {
         let pin = worker.hands.participant.pin();
         let slot = self.slots.read(&pin)?.get(near.slot);
         let logged = |mode| matches!(mode, LogMode::Ring { .. });
@@ -95,14 +108,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             return Ok(None);
         };
         let pages = slot.range.size() >> F::PAGE_SHIFT;
-        let inside = match pages.saturating_sub(near.first) {
-            0 => 0,
-            inside @ 1..SECTION => (1 << inside) - 1,
-            _ => u64::MAX,
-        };
-        let first = Gpa(slot.range.start().0 + (near.first.min(pages) << F::PAGE_SHIFT));
-        let mask = near.mask & inside;
-        Ok((mask != 0).then_some((first, mask)))
+        near.clip(pages);
+        Ok(Some(Gpa(slot.range.start().0 + (near.first.min(pages) << F::PAGE_SHIFT))))
     }
 }
 
@@ -114,21 +121,31 @@ mod tests {
         DirtyPage { slot: SlotId::from(1), page }
     }
 
-    fn near(pages: &[u64]) -> Option<(u64, u64)> {
-        let mut pages = pages.iter().copied().map(page);
-        let first = Near::new(pages.next()?);
-        pages.try_fold(first, Near::with).map(|near| (near.first, near.mask))
+    /// Whether these go together, and which pages are protected then.
+    fn near(pages: &[u64]) -> Option<Vec<u64>> {
+        let mut near = Near::new(page(pages[0]));
+        let all = pages[1..].iter().all(|&n| near.add(page(n)));
+        all.then(|| pages_of(&near))
+    }
+
+    fn pages_of(near: &Near) -> Vec<u64> {
+        let bits = 0..WORDS as u64 * SECTION;
+        let set = |bit: &u64| near.masks[(bit / SECTION) as usize] >> (bit % SECTION) & 1 == 1;
+        bits.filter(set).map(|bit| near.first + bit).collect()
     }
 
     #[test]
-    fn pages_within_sixty_four_of_each_other_go_together_in_both_directions() {
-        assert_eq!(near(&[100, 101, 163]), Some((100, 1 << 63 | 3)));
-        assert_eq!(near(&[100, 164]), None);
-        assert_eq!(near(&[100, 99, 37]), Some((37, 1 << 63 | 1 << 62 | 1)));
-        assert_eq!(near(&[100, 36]), None);
-        assert_eq!(near(&[100, 140, 77]), Some((77, 1 << 63 | 1 << 23 | 1)));
-        assert_eq!(near(&[100, 140, 76]), None);
-        assert_eq!(near(&[5, 5]), Some((5, 1)));
+    fn near_pages_go_together_in_both_directions() {
+        assert_eq!(near(&[100, 101, 163]), Some(vec![100, 101, 163]));
+        assert_eq!(near(&[100, 99, 37, 0, 100 + AROUND]), Some(vec![0, 37, 99, 100, 100 + AROUND]));
+        let page = 1 << 40;
+        assert_eq!(
+            near(&[page, page - AROUND, page + AROUND - SECTION]),
+            Some(vec![page - AROUND, page, page + AROUND - SECTION])
+        );
+        assert_eq!(near(&[page, page - AROUND - SECTION]), None);
+        assert_eq!(near(&[page, page + AROUND]), None);
+        assert_eq!(near(&[5, 5]), Some(vec![5]));
     }
 
     #[test]
@@ -137,6 +154,19 @@ mod tests {
             assert_eq!(near(&pair), None);
         }
         let other = DirtyPage { slot: SlotId { space: 1, number: 1 }, page: 101 };
-        assert_eq!(Near::new(page(100)).with(other), None);
+        assert!(!Near::new(page(100)).add(other));
+    }
+
+    #[test]
+    fn pages_beyond_the_end_of_the_slot_are_left_out() {
+        for (end, left) in [(0, 0), (100, 0), (101, 1), (150, 1), (151, 2), (u64::MAX, 3)] {
+            let mut all = Near::new(page(100));
+            assert!(all.add(page(150)) && all.add(page(200)));
+            all.clip(end);
+            assert_eq!(pages_of(&all), [100, 150, 200][..left], "{end}");
+        }
+        let mut last = Near::new(page(u64::MAX));
+        last.clip(u64::MAX);
+        assert_eq!(pages_of(&last), []);
     }
 }

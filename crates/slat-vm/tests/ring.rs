@@ -63,18 +63,21 @@ fn each_vcpu_reports_its_own_writes_in_order_and_again_after_a_reset() {
 #[test]
 fn neighbours_are_reset_with_one_invalidation() {
     let machine = Watched::new(1);
-    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, rings(256));
+    let (vm, mut worker) = vm_with_slot(&machine, 9 * BLOCK, Backing::Anonymous, rings(256));
     vm.enable_log(&mut worker, 0, RING).unwrap();
     let mut guest = Guest::new(&vm, 0);
-    for page in [100, 101, 163, 110, 37, 36] {
+    for page in [2100, 2101, 2163, 2110, 100, 4000, 4095, 4200] {
         guest.write(page * PAGE, 1);
     }
     let ring = guest.vcpu.dirty_ring().unwrap();
-    assert_eq!(harvest(&ring).len(), 6);
+    assert_eq!(harvest(&ring).len(), 8);
     let before = worker.participant().counters.invalidations.get();
-    assert_eq!(vm.reset_dirty_ring(&mut worker, &ring), Ok(6));
-    // 100 to 163; then 37 and 36, which are too far from 163.
+    assert_eq!(vm.reset_dirty_ring(&mut worker, &ring), Ok(8));
+    // 100 to 4095, as far as 2048 from the first of them; then the last, which is farther.
     assert_eq!(worker.participant().counters.invalidations.get() - before, 2);
+    for page in [2100, 2101, 2163, 2110, 100, 4000, 4095, 4200] {
+        assert!(!writable(&vm, &worker, page * PAGE), "page {page}");
+    }
     drop(guest);
     finish(vm, vec![worker]);
 }
