@@ -12,6 +12,7 @@ use crate::shared::Shared;
 use crate::slot::{SlotId, Version};
 use crate::split::SplitJob;
 use crate::sync::AtomicUsize;
+use crate::template::{HOST_WRITABLE, LeafKind};
 use crate::{Host, OtherMachine, Vm, Worker};
 
 /// Who protects collected pages again.
@@ -295,6 +296,15 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let version = Version { number, log: Some(Shared::new(log)?), ..old.clone() };
         // Rule 10: once this has returned, no fault that read "no log" is left.
         change.publish(Some(id), Some(version))?;
+        if mode == LogMode::Hardware && !read_only {
+            // Nothing that may be written is to fault: what another log has left read-only becomes writable, as far as
+            // its leaf says that the host lets it. Before the lock is given up, so that no log begins meanwhile that
+            // protects pages.
+            let writable = LeafKind { write: true, host_writable: true, ..LeafKind::default() };
+            for tree in self.trees(id.space) {
+                tree.relax(change.who(), range, HOST_WRITABLE, self.template(writable))?;
+            }
+        }
         drop(change);
         if mode.all_set() || read_only {
             return Ok(());

@@ -61,6 +61,24 @@ fn a_page_that_is_first_read_under_the_log_is_written_without_another_fault() {
 }
 
 #[test]
+fn pages_that_another_log_has_left_read_only_do_not_fault_either() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = pages_vm(&machine, BLOCK, HUGE_2M);
+    let mut guest = Guest::new(&vm, 0);
+    guest.write(0, 1);
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    vm.disable_log(&mut worker, 0).unwrap();
+    vm.enable_log(&mut worker, 0, LogMode::Hardware).unwrap();
+    // This CPU still has a read-only translation cached, which costs a fault at most.
+    assert!(guest.write(5 * PAGE, 1) <= 1);
+    guest.read(6 * PAGE);
+    assert_eq!(guest.write(7 * PAGE, 1), 0);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [5, 7]);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
 fn a_block_that_was_not_split_counts_as_written_as_a_whole_but_not_beyond_its_slot() {
     let machine = Watched::new(1);
     let vm = vm_of(&machine, dbm(), BLOCK, HUGE_2M, VmOptions::default());
