@@ -44,7 +44,8 @@ impl Near {
 
     /// Leaves out what is not below `pages`.
     fn clip(&mut self, pages: u64) {
-        for (mask, first) in self.masks.iter_mut().zip((self.first..).step_by(SECTION as usize)) {
+        for (word, mask) in (0..).zip(&mut self.masks) {
+            let first = self.first.saturating_add(word * SECTION);
             *mask &= match pages.saturating_sub(first) {
                 0 => 0,
                 inside @ 1..SECTION => (1 << inside) - 1,
