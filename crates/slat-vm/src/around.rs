@@ -145,11 +145,19 @@ impl<'m, M: Machine> Hands<'m, M> {
         }
         let filled = vm.trees(*space).first().map(|tree| tree.fill(&pin, range.start(), leaves));
         match filled {
-            Some(Ok(pages)) => {
-                statistics.ahead += pages;
-                true
-            }
-            _ => false,
+            Some(Ok(pages)) => statistics.ahead += pages,
+            _ => return false,
         }
+        drop(pin);
+        let size = 1 << F::PAGE_SHIFT;
+        for (gpa, leaf) in (range.start().0..).step_by(size as usize).zip(leaves) {
+            let Some((_, template)) = *leaf else { continue };
+            let hva = plan.facts.hva_of(Gpa(gpa));
+            vm.host.accessed(hva, size);
+            if vm.tree().attributes(template).write {
+                vm.host.dirtied(hva, size);
+            }
+        }
+        true
     }
 }

@@ -90,6 +90,13 @@ impl Bitmap {
         (value, at.min(end).saturating_sub(first))
     }
 
+    /// Sets bits of a word, as [`mark`](Self::mark) does one.
+    pub(crate) fn put(&self, word: usize, bits: u64) {
+        if let Some(word) = self.words.get(word) {
+            word.fetch_or(bits, Ordering::AcqRel);
+        }
+    }
+
     /// Adds the bits of `other`, which nobody changes any more.
     pub(crate) fn add(&self, other: &Self) {
         for (word, bits) in self.words.iter().zip(&other.words) {

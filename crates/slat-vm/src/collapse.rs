@@ -57,9 +57,17 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
                 let who = change.who();
                 for tree in self.trees(id.space) {
                     if !facts.config.read_only {
-                        let writable =
-                            LeafKind { write: true, host_writable: true, ..LeafKind::default() };
-                        tree.relax(who, range, HOST_WRITABLE, self.template(writable))?;
+                        let writable = LeafKind {
+                            write: true,
+                            host_writable: true,
+                            old: true,
+                            ..LeafKind::default()
+                        };
+                        let relaxed =
+                            tree.relax(who, range, HOST_WRITABLE, self.template(writable))?;
+                        if relaxed > 0 {
+                            self.host.dirtied(facts.hva_of(range.start()), range.size());
+                        }
                     }
                     collapsed += tree.collapse(who, range, level)?;
                 }

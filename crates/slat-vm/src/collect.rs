@@ -68,7 +68,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     ///
     /// # Errors
     /// [`LogError::Ring`] for rings without a backup bitmap; [`LogError::NoSlot`], [`LogError::NotEnabled`], [`LogError::BitmapLength`] unless the bitmap has exactly one bit
-    /// a page, rounded up to words: nothing was taken. [`LogError::Gone`] if the log is disabled meanwhile;
+    /// a page, rounded up to words: nothing was taken. [`LogError::Gone`] if the log is disabled, or its slot
+    /// moved or deleted, meanwhile: what the bitmap says is true, and a slot that moved reports it again.
     /// [`LogError::OtherMachine`].
     pub fn dirty_log(
         &self,
@@ -126,7 +127,27 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             }
             Ok(protector.finish()?)
         });
-        self.close(worker, subject, subject.range, protected)
+        let closed = self.close(worker, subject, subject.range, protected);
+        if closed == Err(LogError::Gone) {
+            self.hand_back(worker, subject.id, bitmap)?;
+        }
+        closed
+    }
+
+    /// What was taken out of a log that has gone goes into the one that its slot has now, if it moved and took it along.
+    fn hand_back(
+        &self,
+        worker: &mut Worker<'m, M>,
+        id: SlotId,
+        bitmap: &[u64],
+    ) -> Result<(), LogError> {
+        let change = self.slots.lock(&mut worker.hands.participant)?;
+        if let Some(log) = change.map().get(id).and_then(|slot| slot.log.as_ref()) {
+            for (word, &bits) in bitmap.iter().enumerate().filter(|(_, bits)| **bits != 0) {
+                log.bitmap.put(word, bits);
+            }
+        }
+        Ok(())
     }
 
     /// What is in the bitmap though nothing was protected for it, added to `bitmap`.

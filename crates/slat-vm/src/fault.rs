@@ -73,7 +73,7 @@ impl<'m, M: Machine> Hands<'m, M> {
         fault: &Fault,
         purpose: Purpose,
     ) -> Result<Exit, FaultError> {
-        vm.admit(self.participant.machine())?;
+        vm.admit_hands(self)?;
         self.statistics.faults += 1;
         let result = self.handle(vm, fault, purpose);
         let VcpuStatistics { retried, mmio, converted, ring_full, aborted, failed, .. } =
@@ -237,6 +237,10 @@ impl<'m, M: Machine> Hands<'m, M> {
         let wanted = Wanted::new(vm.tree().format(), &facts, gpa, &page);
         let wanted = wanted.filter(|_| page.writable || !write);
         let wanted = wanted.ok_or(FaultError::HostPage(page))?;
+        let bits = vm.tree().format().output_bits();
+        if page.output.0.checked_add(page.size).is_none_or(|end| end > 1 << bits) {
+            return Err(FaultError::Tree(Error::OutputTooLarge { bits }));
+        }
         // Under a log, a page that is only read stays read-only, so that its first write is noticed.
         let permitted = page.writable && !facts.config.read_only;
         let writable = permitted && (write || !facts.protects());
@@ -287,7 +291,7 @@ impl<'m, M: Machine> Hands<'m, M> {
 
     /// One pin: check, install, mark.
     fn install<F: Format, H: Host>(&mut self, vm: &Vm<'m, F, M, H>, plan: &Plan) -> Step {
-        let Self { participant, reserve, space, hit, ring, statistics } = self;
+        let Self { participant, reserve, space, hit, ring, statistics, .. } = self;
         let pin = participant.pin();
         // Rule 10: the version that the plan was made from is still there, and stays for as long as the pin.
         let Some(version) = current(vm, &pin, *space, plan, hit) else { return Step::Retry };

@@ -11,6 +11,8 @@ use crate::shared::Shared;
 pub(crate) struct Hands<'m, M: Machine> {
     pub(crate) participant: Participant<'m, M>,
     pub(crate) reserve: Reserve<'m, M>,
+    /// The VM that it is a vCPU of; a worker works for any.
+    pub(crate) vm: Option<u64>,
     /// The address space that it is in.
     pub(crate) space: u16,
     /// Where the slot of the last fault was found.
@@ -25,6 +27,7 @@ impl<'m, M: Machine> Hands<'m, M> {
         Ok(Self {
             participant: Participant::register(machine)?,
             reserve: Reserve::new(machine),
+            vm: None,
             space: 0,
             hit: At::default(),
             ring: None,

@@ -21,6 +21,11 @@ pub enum InvalidateError {
         /// Which.
         slot: SlotId,
     },
+    /// The VM has no such address space.
+    NoSpace {
+        /// How many it has.
+        spaces: u16,
+    },
     /// The tree refused.
     Tree(slat::Error),
 }
@@ -32,6 +37,7 @@ impl fmt::Display for InvalidateError {
             Self::Pinned { slot } => {
                 write!(f, "memslot {slot} is pinned: the host cannot take its pages back")
             }
+            Self::NoSpace { spaces } => write!(f, "the VM has {spaces} address spaces"),
             Self::Tree(error) => error.fmt(f),
         }
     }
@@ -46,7 +52,7 @@ impl From<OtherMachine> for InvalidateError {
 }
 
 /// An invalidation in progress. While it lives, no fault installs a page of its ranges; faults there send the guest
-/// back to try again. Change the host's mapping, then end it, by [`end`](Self::end) or by dropping it.
+/// back to try again. Change the host's mapping, then end it, by [`end`](Self::end) or by dropping it. Forgotten, it never ends.
 #[derive(Debug)]
 #[must_use = "the invalidation ends when this is dropped: change the host's mapping before"]
 pub struct Guard<'v, M: Machine> {
@@ -94,6 +100,10 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             self.refuse_pinned(worker, |slot| slot.range.overlaps(&range))?;
         }
         let guard = self.begin(worker, ranges.clone().map(Interval::guest));
+        // Nothing is mapped there any more: a slot that was pinned since the first look is there now, or is never mapped.
+        for range in ranges.clone() {
+            self.refuse_pinned(worker, |slot| slot.range.overlaps(&range))?;
+        }
         for range in ranges {
             for space in 0..self.options.address_spaces {
                 self.unmap_whole(worker, space, range)?;
@@ -122,6 +132,9 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             self.refuse_pinned(worker, |slot| slot.backed_by(slot.config.hva, range).is_some())?;
         }
         let guard = self.begin(worker, ranges.clone().map(Interval::host));
+        for range in ranges.clone() {
+            self.refuse_pinned(worker, |slot| slot.backed_by(slot.config.hva, range).is_some())?;
+        }
         for range in ranges {
             self.each_backed(worker, range, |worker, space, range| {
                 self.unmap_whole(worker, space, range)
@@ -176,7 +189,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
                 let leaving = map.leaving().filter(|slot| left != Some(slot.number));
                 if let Some(slot) = leaving.filter(|slot| slot.backing.is_in(range)) {
                     left = Some(slot.number);
-                    let (space, range) = (slot.space, slot.range);
+                    let (space, range) = (slot.id.space, slot.range);
                     drop(pin);
                     each(worker, space, range)?;
                     continue;

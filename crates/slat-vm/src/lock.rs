@@ -7,29 +7,38 @@ use crate::sync::{AtomicU32, Ordering};
 /// A lock that is waited for in [`Machine::relax`]. It guards no data of its own: its guard is the proof that nobody
 /// else is between a change's first look and its last step.
 #[derive(Debug)]
-pub(crate) struct Lock(AtomicU32);
+pub(crate) struct Lock {
+    /// The next ticket to be given out.
+    next: AtomicU32,
+    /// The ticket whose turn it is.
+    turn: AtomicU32,
+}
 
 /// The proof that the lock is held.
 #[derive(Debug)]
-pub(crate) struct Held<'l>(&'l Lock);
+pub(crate) struct Held<'l> {
+    lock: &'l Lock,
+    ticket: u32,
+}
 
 impl Lock {
     pub(crate) fn new() -> Self {
-        Self(AtomicU32::new(0))
+        Self { next: AtomicU32::new(0), turn: AtomicU32::new(0) }
     }
 
-    /// Waits until nobody holds the lock. Not to be called while pinned, nor from interrupt context.
+    /// Waits until those who came before have had the lock. Not to be called while pinned, nor from interrupt context.
     pub(crate) fn lock<M: Machine>(&self, machine: &M) -> Held<'_> {
+        let ticket = self.next.fetch_add(1, Ordering::Relaxed);
         // Acquire: what the last holder did comes before what this one does.
-        while self.0.compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed).is_err() {
+        while self.turn.load(Ordering::Acquire) != ticket {
             machine.relax();
         }
-        Held(self)
+        Held { lock: self, ticket }
     }
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.0.0.store(0, Ordering::Release);
+        self.lock.turn.store(self.ticket.wrapping_add(1), Ordering::Release);
     }
 }

@@ -152,6 +152,15 @@ pub enum LogError {
     NoRing,
     /// The slot's log is in the dirty rings, and it has no backup bitmap.
     Ring,
+    /// The vCPU's dirty ring has no place: reset it, and call again.
+    RingFull,
+    /// The monitor's bitmap is not one for the slot's pages.
+    Monitor {
+        /// How many pages the slot has.
+        pages: u64,
+        /// log2 of the bytes of one.
+        page_shift: u32,
+    },
     /// The log has nothing to clear: its collections take what they return.
     NotManual,
     /// A slot with private memory has no log.
@@ -200,11 +209,15 @@ impl fmt::Display for LogError {
             Self::Ring => f.write_str(
                 "the log of the memslot is in the dirty rings: it has a bitmap only as a backup, if enabled so",
             ),
+            Self::RingFull => f.write_str("the dirty ring of the vCPU is full: reset it"),
+            Self::Monitor { pages, page_shift } => {
+                write!(f, "the monitor's bitmap must be one for {pages} pages of 2^{page_shift} bytes")
+            }
             Self::NotManual => {
                 f.write_str("the log of the memslot is not cleared: collections take what they return")
             }
             Self::Private => f.write_str("a memslot with private memory has no dirty log"),
-            Self::NotLogged { gpa } => write!(f, "no memslot with a dirty log at {gpa}"),
+            Self::NotLogged { gpa } => write!(f, "no memslot with a dirty log of writes at {gpa}"),
             Self::Gone => f.write_str("the memslot or its dirty log went away meanwhile"),
             Self::BitmapLength { words } => {
                 write!(f, "the bitmap must have exactly {words} words of 64 pages")
@@ -264,7 +277,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     }
 
     /// As [`enable_log`](Self::enable_log), but `crew` splits, where blocks are split at all: it may have any number of
-    /// threads [run](SplitJob::run) the job, each with its worker. What it leaves is split by faults.
+    /// threads [run](SplitJob::run) the job, each with its worker. What it leaves is split by faults. It must not panic:
+    /// the log would be on, and nothing protected.
     ///
     /// # Errors
     /// As [`enable_log`](Self::enable_log).
@@ -288,6 +302,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             return Err(LogError::Private);
         }
         let (range, read_only) = (old.range, old.config.read_only);
+        let hva = old.config.hva;
         if let Some(monitor) = &old.monitor {
             // What the monitor wrote before is not for this log.
             monitor.assign(0, range.size() / page_size, false);
@@ -300,9 +315,15 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             // Nothing that may be written is to fault: what another log has left read-only becomes writable, as far as
             // its leaf says that the host lets it. Before the lock is given up, so that no log begins meanwhile that
             // protects pages.
-            let writable = LeafKind { write: true, host_writable: true, ..LeafKind::default() };
+            let writable =
+                LeafKind { write: true, host_writable: true, old: true, ..LeafKind::default() };
+            let mut relaxed = 0;
             for tree in self.trees(id.space) {
-                tree.relax(change.who(), range, HOST_WRITABLE, self.template(writable))?;
+                relaxed +=
+                    tree.relax(change.who(), range, HOST_WRITABLE, self.template(writable))?;
+            }
+            if relaxed > 0 {
+                self.host.dirtied(hva, range.size());
             }
         }
         drop(change);

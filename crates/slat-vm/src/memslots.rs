@@ -174,10 +174,12 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             if config.read_only && !before.read_only {
                 // Rule 8: what hardware has marked until now is the log's.
                 let dirty = |dirty| mark_all::<F>(&old_log, range, dirty);
+                let moving = self.transit.enter();
                 for tree in self.trees(id.space) {
                     let protected = tree.write_protect(change.who(), range, dirty);
                     statistics.protected += protected.map_err(SlotError::Tree)?;
                 }
+                drop(moving);
             }
             return Ok(SlotChange::Flags);
         }

@@ -36,7 +36,7 @@ impl MonitorLog {
     pub fn mark(&self, offset: u64, len: u64) {
         let Some(last) = len.checked_sub(1).map(|more| offset.saturating_add(more)) else { return };
         let first = offset >> self.page_shift;
-        self.bits.assign(first, ((last >> self.page_shift) + 1).min(self.pages), true);
+        self.bits.assign(first, (last >> self.page_shift).saturating_add(1).min(self.pages), true);
     }
 
     /// Whether the page at `offset` is marked.
@@ -53,7 +53,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Costs a grace period and a copy of the list of slots.
     ///
     /// # Errors
-    /// [`LogError::BitmapLength`] if the bitmap is not one for as many pages as the slot has; [`LogError::NoSlot`],
+    /// [`LogError::Monitor`] if the bitmap is not one for the pages that the slot has; [`LogError::NoSlot`],
     /// [`LogError::OutOfMemory`], [`LogError::OtherMachine`]: nothing was changed.
     pub fn attach_monitor(
         &self,
@@ -67,7 +67,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let old = change.map().get(id).ok_or(LogError::NoSlot)?;
         let pages = old.range.size() >> F::PAGE_SHIFT;
         if monitor.is_some_and(|log| log.pages != pages || log.page_shift != F::PAGE_SHIFT) {
-            return Err(LogError::BitmapLength { words: pages.div_ceil(64) as usize });
+            return Err(LogError::Monitor { pages, page_shift: F::PAGE_SHIFT });
         }
         let monitor = monitor.map(|log| log.bits.clone());
         let version = Version { number, monitor, ..old.clone() };

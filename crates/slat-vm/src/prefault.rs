@@ -91,7 +91,7 @@ impl<'m, M: Machine> Hands<'m, M> {
         if (start | range.end().0) & (granule - 1) != 0 || range.end() > limit {
             return result(start, Some(PreFaultError::Range { granule, limit }));
         }
-        if let Err(error) = vm.admit(self.participant.machine()) {
+        if let Err(error) = vm.admit_hands(self) {
             return result(start, Some(PreFaultError::Fault(error.into())));
         }
         let mut at = start;

@@ -5,8 +5,9 @@
 use slat::{Format, Gpa, Machine};
 
 use crate::bitmap::SECTION;
-use crate::log::{LogError, LogMode};
+use crate::log::{Log, LogError, LogMode};
 use crate::ring::{DirtyPage, DirtyRing};
+use crate::shared::Shared;
 use crate::{Host, SlotId, Vm, Worker};
 
 /// Words of pages that are protected in one walk.
@@ -59,12 +60,12 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Protects the pages of a dirty ring that were [harvested](DirtyRing::harvest), so that the next write to each is
     /// reported again, and gives their entries back to the vCPU (`KVM_RESET_DIRTY_RINGS`, for one ring). Returns how
     /// many entries that were. When it returns, the pages can be copied: every later write to them is in the ring of the
-    /// vCPU that makes it. Waits while another thread resets the same ring.
+    /// vCPU that makes them writable again. Waits while another thread resets the same ring.
     ///
     /// Costs a walk and an invalidation for each stretch of entries that lie within 2048 pages of the first of them.
     ///
     /// # Errors
-    /// [`LogError::OtherMachine`]: nothing was done. [`LogError::Tree`]: some entries were not given back.
+    /// [`LogError::OtherMachine`], also for a ring of another VM: nothing was done. [`LogError::Tree`]: some entries were not given back.
     pub fn reset_dirty_ring(
         &self,
         worker: &mut Worker<'m, M>,
@@ -72,6 +73,9 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     ) -> Result<u64, LogError> {
         self.admit(worker.hands.participant.machine())?;
         let ring = &ring.0;
+        if ring.vm != self.number {
+            return Err(LogError::OtherMachine);
+        }
         let held = ring.resetting.lock(self.machine());
         let first = ring.first();
         let mut at = first;
@@ -102,15 +106,18 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Where the pages begin, if their slot still reports to rings; those beyond its end are left out.
     fn place(&self, worker: &Worker<'m, M>, near: &mut Near) -> Result<Option<Gpa>, LogError> {
         let pin = worker.hands.participant.pin();
-        let slot = self.slots.read(&pin)?.get(near.slot);
-        let logged = |mode| matches!(mode, LogMode::Ring { .. });
-        let Some(slot) = slot.filter(|slot| slot.writes().is_some_and(|log| logged(log.mode)))
-        else {
+        let map = self.slots.read(&pin)?;
+        // Also if it has become read-only, or is moving, and its entries are writable yet.
+        let there = map.get(near.slot).map(|slot| (slot.range, slot.log.as_ref()));
+        let leaving = || map.leaving().filter(|slot| slot.id == near.slot);
+        let slot = there.or_else(|| leaving().map(|slot| (slot.range, slot.log.as_ref())));
+        let logged = |log: &Shared<Log>| matches!(log.mode, LogMode::Ring { .. });
+        let Some((range, _)) = slot.filter(|(_, log)| log.is_some_and(logged)) else {
             return Ok(None);
         };
-        let pages = slot.range.size() >> F::PAGE_SHIFT;
+        let pages = range.size() >> F::PAGE_SHIFT;
         near.clip(pages);
-        Ok(Some(Gpa(slot.range.start().0 + (near.first.min(pages) << F::PAGE_SHIFT))))
+        Ok(Some(Gpa(range.start().0 + (near.first.min(pages) << F::PAGE_SHIFT))))
     }
 }
 

@@ -16,7 +16,7 @@ use crate::heap::{OutOfMemory, with_room};
 use crate::lock::Lock;
 use crate::sabotage::{Skip, skips};
 use crate::shared::Shared;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// Entries that are left free when a vCPU is told that its ring is full: what it may still fill before it is out of the
 /// guest.
@@ -46,30 +46,35 @@ struct Entry {
 pub(crate) struct Ring {
     entries: Vec<Entry>,
     pushed: AtomicU64,
-    /// Where to look for the next entry to harvest: a guess that is never too far.
+    /// The next entry to harvest, and whether a thread is at it.
     harvested: AtomicU64,
+    harvesting: AtomicU32,
     reset: AtomicU64,
     pub(crate) resetting: Lock,
+    /// The number of its VM.
+    pub(crate) vm: u64,
 }
 
 impl Ring {
     /// A ring of so many entries, a power of two above `LEFT`.
-    pub(crate) fn new(entries: u32) -> Result<Self, OutOfMemory> {
+    pub(crate) fn new(entries: u32, vm: u64) -> Result<Self, OutOfMemory> {
         let mut ring = with_room(entries as usize)?;
         let empty = || Entry { state: AtomicU64::new(0), page: AtomicU64::new(u64::MAX) };
         ring.extend((0..entries).map(|_| empty()));
         let zero = || AtomicU64::new(0);
         let (pushed, harvested, reset) = (zero(), zero(), zero());
-        Ok(Self { entries: ring, pushed, harvested, reset, resetting: Lock::new() })
+        let (harvesting, resetting) = (AtomicU32::new(0), Lock::new());
+        Ok(Self { entries: ring, pushed, harvested, harvesting, reset, resetting, vm })
     }
 
     fn entry(&self, count: u64) -> &Entry {
         &self.entries[count as usize & (self.entries.len() - 1)]
     }
 
-    /// Entries in use. Acquire: what was reset is empty.
+    /// Entries in use. Acquire, and first: what was reset is empty, and was counted when it was put in.
     fn used(&self) -> u64 {
-        self.pushed.load(Ordering::Relaxed).wrapping_sub(self.reset.load(Ordering::Acquire))
+        let reset = self.reset.load(Ordering::Acquire);
+        self.pushed.load(Ordering::Relaxed).wrapping_sub(reset)
     }
 
     /// Whether the vCPU must leave the guest.
@@ -90,12 +95,12 @@ impl Ring {
             entry.page.store(page, Ordering::Relaxed);
         }
         let slot = u64::from(id.space) << SPACE_SHIFT | u64::from(id.number) << NUMBER_SHIFT;
-        // Release: the page is there before the entry is dirty, and writable in its table.
+        self.pushed.store(count.wrapping_add(1), Ordering::Relaxed);
+        // Release: the page is there before the entry is dirty, and writable in its table; and it is counted.
         entry.state.store(slot | DIRTY, Ordering::Release);
         if skips(Skip::PageFirst) {
             entry.page.store(page, Ordering::Relaxed);
         }
-        self.pushed.store(count.wrapping_add(1), Ordering::Relaxed);
     }
 
     /// The first entry that may be reset.
@@ -123,26 +128,36 @@ impl Ring {
     }
 
     fn harvest(&self, mut sink: impl FnMut(DirtyPage)) -> u64 {
+        // Acquire: what the thread before has harvested is harvested.
+        if self.harvesting.swap(1, Ordering::Acquire) != 0 {
+            return 0;
+        }
+        let _harvesting = Harvesting(&self.harvesting);
         let mut pages = 0;
-        // Acquire, and release below: who harvests next finds the state of what was harvested before.
-        let mut count = self.harvested.load(Ordering::Acquire);
         loop {
+            // Only whoever harvests writes it, and the state of a dirty entry.
+            let count = self.harvested.load(Ordering::Relaxed);
             let entry = self.entry(count);
             let state = entry.state.load(Ordering::Acquire);
             if state & (DIRTY | HARVESTED) != DIRTY {
                 return pages;
             }
             let page = entry.dirty_page(state);
-            let (claimed, order) = (state | HARVESTED, Ordering::AcqRel);
-            if entry.state.compare_exchange(state, claimed, order, Ordering::Relaxed).is_err() {
-                // Another thread harvests this ring.
-                return pages;
-            }
+            self.harvested.store(count.wrapping_add(1), Ordering::Relaxed);
+            // Release: the page is read before the entry can be given back.
+            entry.state.store(state | HARVESTED, Ordering::Release);
             sink(page);
             pages += 1;
-            count = count.wrapping_add(1);
-            self.harvested.store(count, Ordering::Release);
         }
+    }
+}
+
+/// The right to harvest a ring.
+struct Harvesting<'r>(&'r AtomicU32);
+
+impl Drop for Harvesting<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Release);
     }
 }
 
@@ -159,11 +174,12 @@ impl Entry {
 pub struct DirtyRing(pub(crate) Shared<Ring>);
 
 impl DirtyRing {
-    /// Hands every page in the ring that was not harvested before to `sink`, oldest first, and returns how many. Other
-    /// threads that harvest the same ring meanwhile may take some of them.
+    /// Hands every page in the ring that was not harvested before to `sink`, oldest first, and returns how many. One
+    /// thread at a time: none for a second one that comes meanwhile, and what the first has taken is the first's. If
+    /// `sink` panics, the page it was given counts as harvested.
     ///
     /// The pages are still writable: read what they hold only after [`Vm::reset_dirty_ring`](crate::Vm::reset_dirty_ring)
-    /// has protected them. Costs an exchange a page and waits for nobody.
+    /// has protected them. Costs two stores a page and waits for nobody.
     pub fn harvest(&self, sink: impl FnMut(DirtyPage)) -> u64 {
         self.0.harvest(sink)
     }
@@ -194,7 +210,7 @@ mod tests {
 
     #[test]
     fn an_entry_is_reset_only_after_it_was_harvested_and_a_full_ring_says_so() {
-        let ring = Ring::new(256).unwrap();
+        let ring = Ring::new(256, 1).unwrap();
         for n in 0..256 {
             assert_eq!((ring.is_full(), ring.is_exhausted()), (n >= 256 - LEFT, false));
             ring.push(page(n).slot, n);

@@ -49,16 +49,16 @@ pub(crate) struct Map {
 pub(crate) struct Leaving {
     /// That of its version.
     pub(crate) number: u64,
-    pub(crate) space: u16,
+    pub(crate) id: SlotId,
     pub(crate) range: GpaRange,
     pub(crate) backing: Backing,
-    log: Option<Shared<Log>>,
+    pub(crate) log: Option<Shared<Log>>,
 }
 
 impl Leaving {
     /// The log that hears of writes to `gpa`, and the page of it.
     pub(crate) fn log_of(&self, space: u16, gpa: Gpa, page_shift: u32) -> Option<(&Log, u64)> {
-        let here = space == self.space && self.range.contains(gpa);
+        let here = space == self.id.space && self.range.contains(gpa);
         let log = self.log.as_deref().filter(|_| here)?;
         Some((log, (gpa.0 - self.range.start().0) >> page_shift))
     }
@@ -211,7 +211,7 @@ impl Map {
         let leaving = removed.filter(|_| add.is_none()).map(|place| {
             let &Version { number, id, range, .. } = place.version();
             let log = place.version().log.clone();
-            Leaving { number, space: id.space, range, backing: place.backing, log }
+            Leaving { number, id, range, backing: place.backing, log }
         });
         Ok(Self { places, ids, pinned, leaving })
     }

@@ -51,9 +51,12 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// be counted or not. Costs a load for each entry above the last level.
     ///
     /// # Errors
-    /// [`InvalidateError::OtherMachine`]; [`InvalidateError::Tree`] if there is no such address space.
+    /// [`InvalidateError::OtherMachine`], [`InvalidateError::NoSpace`].
     pub fn tables(&self, worker: &Worker<'m, M>, space: u16) -> Result<Tables, InvalidateError> {
         self.admit(worker.hands.participant.machine())?;
+        if self.tree_of(space).is_none() {
+            return Err(InvalidateError::NoSpace { spaces: self.options.address_spaces });
+        }
         let mut tables = Tables::default();
         for tree in self.trees(space) {
             let geometry = tree.geometry();

@@ -15,7 +15,7 @@ pub(crate) struct LeafKind {
     /// It may be made to permit writing without asking the host.
     pub(crate) host_writable: bool,
     pub(crate) execute: bool,
-    /// Its access flag is clear.
+    /// Its access flag is clear; where permissions are added, it stays as it is.
     pub(crate) old: bool,
 }
 

@@ -53,12 +53,12 @@ pub struct VcpuStatistics {
 }
 
 impl<'m, M: Machine> Vcpu<'m, M> {
-    pub(crate) fn new(machine: &'m M, ring: Option<u32>) -> Result<Self, VcpuError> {
+    pub(crate) fn new(machine: &'m M, vm: u64, ring: Option<u32>) -> Result<Self, VcpuError> {
         let ring = match ring {
-            Some(entries) => Some(Shared::new(Ring::new(entries)?)?),
+            Some(entries) => Some(Shared::new(Ring::new(entries, vm)?)?),
             None => None,
         };
-        Ok(Self { hands: Hands { ring, ..Hands::new(machine)? } })
+        Ok(Self { hands: Hands { ring, vm: Some(vm), ..Hands::new(machine)? } })
     }
 
     /// Handles a fault of this vCPU. May block in [`Host::page`] and in [`Machine::allocate`]; otherwise waits for
@@ -93,9 +93,15 @@ impl<'m, M: Machine> Vcpu<'m, M> {
         self.hands.fault(vm, &fault, purpose)
     }
 
-    /// From now on its faults are in this address space of the VM: it must run on [that tree](Vm::tree_of).
-    pub fn switch_space(&mut self, space: u16) {
-        self.hands.space = space;
+    /// From now on its faults are in this address space of the VM: it must run on [that tree](Vm::tree_of). Whether the
+    /// VM has it; otherwise nothing changes.
+    #[must_use = "there may be no such address space"]
+    pub fn switch_space<F: Format, H: Host>(&mut self, vm: &Vm<'m, F, M, H>, space: u16) -> bool {
+        let there = vm.tree_of(space).is_some();
+        if there {
+            self.hands.space = space;
+        }
+        there
     }
 
     /// Its dirty ring, for the thread that collects it.
@@ -113,13 +119,14 @@ impl<'m, M: Machine> Vcpu<'m, M> {
     /// instruction was emulated. Call it after the write.
     ///
     /// # Errors
-    /// [`LogError::NotLogged`] where there is no slot with a log; [`LogError::Ring`] if the dirty ring has no place: run
+    /// [`LogError::NotLogged`] where there is no slot with a log; [`LogError::RingFull`] if the dirty ring has no place: run
     /// nothing before it is reset, and call again. [`LogError::OtherMachine`].
     pub fn mark_dirty<F: Format, H: Host>(
         &mut self,
         vm: &Vm<'m, F, M, H>,
         gpa: Gpa,
     ) -> Result<(), LogError> {
+        vm.admit_hands(&self.hands)?;
         let Hands { participant, space, hit, ring, .. } = &mut self.hands;
         let pin = participant.pin();
         let version = vm.slots.read(&pin)?.find(*space, gpa, hit);
@@ -127,7 +134,7 @@ impl<'m, M: Machine> Vcpu<'m, M> {
         let (version, log) = logged.ok_or(LogError::NotLogged { gpa })?;
         let mark = Mark::new(log, version, gpa, F::PAGE_SHIFT, ring);
         if !mark.has_room() {
-            return Err(LogError::Ring);
+            return Err(LogError::RingFull);
         }
         mark.emulated();
         Ok(())

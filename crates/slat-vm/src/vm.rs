@@ -6,6 +6,7 @@ use alloc::vec::Vec;
 
 use slat::{Format, FormatError, Level, Machine, NoMemory, NoSlot, Template, Tree};
 
+use crate::hands::Hands;
 use crate::heap::{OutOfMemory, with_room};
 use crate::progress::Progress;
 use crate::slots::Slots;
@@ -139,13 +140,13 @@ impl From<FormatError> for VmError {
     }
 }
 
-/// A vCPU or worker of one machine was used with a VM of another.
+/// A vCPU or dirty ring of one VM, or a worker of one machine, was used with another.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OtherMachine;
 
 impl fmt::Display for OtherMachine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("this vCPU or worker belongs to another machine: use one that the VM made")
+        f.write_str("this vCPU, ring or worker belongs elsewhere: use one that the VM made")
     }
 }
 
@@ -188,6 +189,8 @@ impl From<OutOfMemory> for VcpuError {
 #[derive(Debug)]
 pub struct Vm<'m, F: Format, M: Machine, H: Host> {
     machine: &'m M,
+    /// Different for every VM: what its vCPUs and rings know it by.
+    pub(crate) number: u64,
     pub(crate) host: H,
     /// One for each address space.
     trees: Vec<Tree<'m, F, M>>,
@@ -223,7 +226,10 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let templates = Templates::new(&trees[0])?;
         let slots = Slots::new(machine)?;
         let (progress, transit) = (Progress::new(0), Transit::new());
-        Ok(Self { machine, host, trees, slots, progress, transit, options, templates })
+        // Not one of the models' atomics: it orders nothing.
+        static NUMBERS: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(1);
+        let number = NUMBERS.fetch_add(1, core::sync::atomic::Ordering::Relaxed);
+        Ok(Self { machine, number, host, trees, slots, progress, transit, options, templates })
     }
 
     /// The tree of address space 0: its root register, its geometry, and the engine's own operations.
@@ -275,12 +281,18 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// # Errors
     /// [`VcpuError::NoSlot`] if every participant slot of the machine is taken; [`VcpuError::OutOfMemory`].
     pub fn vcpu(&self) -> Result<Vcpu<'m, M>, VcpuError> {
-        Vcpu::new(self.machine, self.options.dirty_ring)
+        Vcpu::new(self.machine, self.number, self.options.dirty_ring)
     }
 
     /// Whether grace periods of this VM's machine wait for this participant's pins.
     pub(crate) fn admit(&self, machine: &M) -> Result<(), OtherMachine> {
         if core::ptr::eq(self.machine, machine) { Ok(()) } else { Err(OtherMachine) }
+    }
+
+    /// The same of a vCPU, which is one VM's.
+    pub(crate) fn admit_hands(&self, hands: &Hands<'m, M>) -> Result<(), OtherMachine> {
+        self.admit(hands.participant.machine())?;
+        if hands.vm.is_none_or(|vm| vm == self.number) { Ok(()) } else { Err(OtherMachine) }
     }
 
     /// The bits for a leaf of this kind.

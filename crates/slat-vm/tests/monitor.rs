@@ -39,7 +39,7 @@ fn the_monitors_writes_are_reported_once_beside_the_guests() {
     monitor.mark(0, 1);
     assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     let small = MonitorLog::new(BLOCK - PAGE, 12).unwrap();
-    let wrong = Err(LogError::BitmapLength { words: 8 });
+    let wrong = Err(LogError::Monitor { pages: 512, page_shift: 12 });
     assert_eq!(vm.attach_monitor(&mut worker, 0, Some(&small)), wrong);
     drop(guest);
     finish(vm, vec![worker]);

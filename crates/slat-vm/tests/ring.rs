@@ -2,13 +2,13 @@
 
 mod guest;
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use guest::*;
 use slat::Gpa;
 use slat_model::Backing;
 use slat_vm::{
-    Access, DirtyPage, DirtyRing, Exit, Hva, LogError, LogMode, SlotConfig, Vcpu, VmOptions,
+    Access, DirtyPage, DirtyRing, Exit, Hva, LogError, LogMode, SlotConfig, Vcpu, VmOptions, Worker,
 };
 
 const RING: LogMode = LogMode::Ring { backup: false };
@@ -235,5 +235,122 @@ fn no_write_is_lost_while_rings_are_collected_and_reset() {
         assert_eq!(word(page), copy, "page {page}");
     }
     drop(rings);
+    finish(vm, vec![worker]);
+}
+
+/// Harvests and resets, and adds up which pages that were.
+fn take<'m>(
+    vm: &TestVm<'m>,
+    worker: &mut Worker<'m, Watched>,
+    ring: &DirtyRing,
+    reported: &AtomicU64,
+) {
+    ring.harvest(|dirty| _ = reported.fetch_add(dirty.page + 1, Ordering::Relaxed));
+    vm.reset_dirty_ring(worker, ring).unwrap();
+}
+
+#[test]
+fn several_threads_that_harvest_and_reset_report_each_entry_once() {
+    const WRITES: u64 = 50_000;
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, 2 * BLOCK, Backing::Anonymous, rings(256));
+    vm.enable_log(&mut worker, 0, RING).unwrap();
+    let mut vcpu = vm.vcpu().unwrap();
+    let ring = vcpu.dirty_ring().unwrap();
+    let (reported, done) = (AtomicU64::new(0), AtomicBool::new(false));
+    let mut workers = [vm.worker().unwrap(), vm.worker().unwrap()];
+    let sum: u64 = std::thread::scope(|scope| {
+        let (vm, ring, reported, done) = (&vm, &ring, &reported, &done);
+        for worker in &mut workers {
+            scope.spawn(move || {
+                while !done.load(Ordering::Relaxed) {
+                    take(vm, worker, ring, reported);
+                }
+            });
+        }
+        let pages = (0..WRITES).map(|n| n * 7 % 1021);
+        for page in pages.clone() {
+            while vcpu.is_ring_full() {
+                std::thread::yield_now();
+            }
+            vcpu.mark_dirty(vm, Gpa(page * PAGE)).unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+        pages.map(|page| page + 1).sum()
+    });
+    take(&vm, &mut worker, &ring, &reported);
+    assert_eq!((reported.load(Ordering::Relaxed), ring.used()), (sum, 0));
+    drop((vcpu, workers));
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_sink_that_panics_loses_the_page_it_was_given_and_no_other() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, rings(256));
+    vm.enable_log(&mut worker, 0, RING).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    for page in 0..10 {
+        guest.write(page * PAGE, 1);
+    }
+    let ring = guest.vcpu.dirty_ring().unwrap();
+    let third = |dirty: DirtyPage| assert!(dirty.page < 2, "the sink's own panic");
+    let harvest_all = std::panic::AssertUnwindSafe(|| ring.harvest(third));
+    assert!(std::panic::catch_unwind(harvest_all).is_err());
+    assert_eq!(vm.reset_dirty_ring(&mut worker, &ring), Ok(3));
+    assert_eq!(harvest(&ring), (3..10).collect::<Vec<_>>());
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+/// A reset while a slot changes, at a moment when the new slots are published and the old entries still stand.
+fn reset_during(change: SlotConfig) {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, rings(256));
+    let mut second = vm.worker().unwrap();
+    vm.enable_log(&mut worker, 0, RING).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    guest.write(5 * PAGE, 1);
+    let ring = guest.vcpu.dirty_ring().unwrap();
+    assert_eq!(harvest(&ring), [5]);
+    let (vm_ref, who, cpu) = (&vm, &mut second, &mut guest.cpu);
+    machine.interrupt(
+        |event| matches!(event, slat::Event::GracePeriod),
+        move || {
+            assert_eq!(vm_ref.reset_dirty_ring(who, &ring), Ok(1));
+            assert!(cpu.write(Gpa(5 * PAGE), 2).is_err(), "reset, and written without a fault");
+        },
+    );
+    vm.change_slot(&mut worker, 0, change).unwrap();
+    assert!(machine.calm());
+    drop(guest);
+    finish(vm, vec![worker, second]);
+}
+
+#[test]
+fn a_reset_protects_what_it_gives_back_also_while_its_slot_changes() {
+    let slot = SlotConfig::new(Gpa(0), BLOCK, Hva(0));
+    reset_during(SlotConfig { read_only: true, ..slot });
+    reset_during(SlotConfig { gpa: Gpa(GIB), ..slot });
+}
+
+#[test]
+fn rings_and_vcpus_of_another_vm_are_refused() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, rings(256));
+    let (other, second) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, rings(256));
+    let mut vcpu = other.vcpu().unwrap();
+    let ring = vcpu.dirty_ring().unwrap();
+    assert_eq!(vm.reset_dirty_ring(&mut worker, &ring), Err(LogError::OtherMachine));
+    assert_eq!(vcpu.mark_dirty(&vm, Gpa(0)), Err(LogError::OtherMachine));
+    let fault = slat_vm::Fault {
+        gpa: Gpa(0),
+        access: Access::Write,
+        kind: slat_vm::FaultKind::Translation,
+    };
+    assert_eq!(vcpu.fault(&vm, fault), Err(slat_vm::FaultError::OtherMachine));
+    assert!(vcpu.pre_fault(&vm, range(0, PAGE), || true).rest.is_some());
+    assert_eq!(vcpu.fault(&other, fault), Ok(Exit::Resume));
+    drop((vcpu, ring, second, other));
     finish(vm, vec![worker]);
 }

@@ -584,6 +584,10 @@ impl Reference {
             slot.pages.iter_mut().for_each(|page| page.dirty = !read_only);
         } else if mode != LogMode::Hardware {
             slot.protect(|_, _| true);
+        } else if !read_only {
+            // What another log has left read-only may be written, where its host lets it.
+            let mapped = slot.pages.iter_mut().filter(|page| page.most & READ != 0);
+            mapped.for_each(|page| page.most |= WRITE);
         }
         Ok(())
     }
