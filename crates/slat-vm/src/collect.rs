@@ -25,6 +25,7 @@ struct Subject {
     id: SlotId,
     /// The number of the log.
     log: u64,
+    origin: u64,
     mode: LogMode,
     range: GpaRange,
     pages: u64,
@@ -129,7 +130,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         });
         let closed = self.close(worker, subject, subject.range, protected);
         if closed == Err(LogError::Gone) {
-            self.hand_back(worker, subject.id, bitmap)?;
+            self.hand_back(worker, subject, bitmap)?;
         }
         closed
     }
@@ -138,11 +139,12 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     fn hand_back(
         &self,
         worker: &mut Worker<'m, M>,
-        id: SlotId,
+        subject: &Subject,
         bitmap: &[u64],
     ) -> Result<(), LogError> {
         let change = self.slots.lock(&mut worker.hands.participant)?;
-        if let Some(log) = change.map().get(id).and_then(|slot| slot.log.as_ref()) {
+        let log = change.map().get(subject.id).and_then(|slot| slot.log.as_ref());
+        if let Some(log) = log.filter(|log| log.origin == subject.origin) {
             for (word, &bits) in bitmap.iter().enumerate().filter(|(_, bits)| **bits != 0) {
                 log.bitmap.put(word, bits);
             }
@@ -306,7 +308,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let slot = self.slots.read(&pin)?.get(id).ok_or(LogError::NoSlot)?;
         let log = slot.log.as_ref().ok_or(LogError::NotEnabled)?;
         let pages = slot.range.size() / self.tree().geometry().page_size();
-        Ok(Subject { id, log: log.number, mode: log.mode, range: slot.range, pages })
+        let (number, origin) = (log.number, log.origin);
+        Ok(Subject { id, log: number, origin, mode: log.mode, range: slot.range, pages })
     }
 
     /// Runs `step` on the slot, pinned, if its log is still the same.

@@ -53,6 +53,8 @@ impl LogMode {
 pub(crate) struct Log {
     /// Different for every log of a VM.
     pub(crate) number: u64,
+    /// That of the first of the logs that went on as this one when their slot moved.
+    pub(crate) origin: u64,
     pub(crate) mode: LogMode,
     /// Of no pages, for rings without backup.
     pub(crate) bitmap: Bitmap,
@@ -65,12 +67,12 @@ impl Log {
     fn new(number: u64, mode: LogMode, pages: u64, read_only: bool) -> Result<Self, OutOfMemory> {
         let pages = if mode == (LogMode::Ring { backup: false }) { 0 } else { pages };
         let bitmap = Bitmap::new(pages, mode.all_set() && !read_only)?;
-        Ok(Self { number, mode, bitmap, open: AtomicUsize::new(0) })
+        Ok(Self { number, origin: number, mode, bitmap, open: AtomicUsize::new(0) })
     }
 
     /// An empty log of the same mode, for when its slot has moved.
     pub(crate) fn successor(&self, number: u64, pages: u64) -> Result<Self, OutOfMemory> {
-        Self::new(number, self.mode, pages, true)
+        Ok(Self { origin: self.origin, ..Self::new(number, self.mode, pages, true)? })
     }
 }
 

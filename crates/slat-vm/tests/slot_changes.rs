@@ -230,3 +230,23 @@ fn a_vm_that_cannot_be_so_is_refused() {
         assert_eq!(make(1, options), VmError::DirtyRing(entries));
     }
 }
+
+#[test]
+fn what_a_collection_took_of_a_log_that_moved_meanwhile_is_reported_again() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, VmOptions::default());
+    let mut other = vm.worker().unwrap();
+    vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    guest.write(PAGE, 1);
+    let (vm_ref, who) = (&vm, &mut other);
+    machine.interrupt(
+        |event| event == Event::Begin,
+        move || _ = vm_ref.change_slot(who, 0, at(BLOCK, BLOCK)).unwrap(),
+    );
+    assert_eq!(vm.dirty_log(&mut worker, 0, &mut [0; 8]), Err(LogError::Gone));
+    assert!(machine.calm());
+    assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
+    drop(guest);
+    finish(vm, vec![worker, other]);
+}
