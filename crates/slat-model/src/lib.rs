@@ -27,6 +27,7 @@
 mod arm;
 mod builder;
 mod checker;
+pub mod clock;
 mod counters;
 mod cpu;
 mod execute;

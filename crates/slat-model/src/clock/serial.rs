@@ -1,0 +1,71 @@
+//! What only one can use at a time: who comes first in virtual time has it first.
+
+use std::cell::Cell;
+
+use super::{Fiber, Time, current, now, sync, wait_until};
+
+/// A thing that is used by one after the other: a lock, a cache line, an interconnect.
+#[derive(Debug, Default)]
+pub struct Serial {
+    free: Cell<Time>,
+    owner: Cell<Option<Fiber>>,
+}
+
+/// How a use of a [`Serial`] went.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Shared {
+    /// How long it was waited for.
+    pub waited: Time,
+    /// Whether another fiber had it before.
+    pub moved: bool,
+}
+
+impl Serial {
+    /// Nobody has used it.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The calling fiber uses it, when all are through that came before. `takes` says for how long: it is told whether
+    /// it was waited for, and whether another fiber had it last. The calling fiber goes on when that is over.
+    pub fn occupy(&self, takes: impl FnOnce(Shared) -> Time) -> Shared {
+        sync();
+        let begins = self.free.get().max(now());
+        let me = current();
+        let before = self.owner.replace(me);
+        let moved = before.is_some() && before != me;
+        let shared = Shared { waited: begins.since(now()), moved };
+        let ends = begins.after(takes(shared));
+        self.free.set(ends);
+        wait_until(ends);
+        shared
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::{Simulation, advance};
+
+    #[test]
+    fn users_come_one_after_the_other_in_the_order_of_their_clocks() {
+        let lock = Serial::new();
+        let ends = Cell::new([Time(0); 3]);
+        let mut simulation = Simulation::new();
+        for (index, at) in [20, 0, 10].into_iter().enumerate() {
+            let (lock, ends) = (&lock, &ends);
+            let body = move || {
+                advance(Time(at));
+                let free = |shared: Shared| Time(if shared.moved { 40 } else { 30 });
+                let shared = lock.occupy(free);
+                assert_eq!(shared.moved, at > 0);
+                let mut all = ends.get();
+                all[index] = now();
+                ends.set(all);
+            };
+            simulation.spawn(Time(0), body).unwrap();
+        }
+        assert_eq!(simulation.run(), Time(110));
+        assert_eq!(ends.get(), [Time(110), Time(30), Time(70)]);
+    }
+}

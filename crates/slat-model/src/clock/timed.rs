@@ -1,0 +1,273 @@
+//! A machine that charges virtual time for what the engine does.
+#![expect(unsafe_code, reason = "implements `slat::Machine` by passing everything on to the model")]
+
+use std::cell::{Cell, RefCell};
+use std::ptr::NonNull;
+
+use slat::maintenance::{Features, Instruction};
+use slat::{Entry, Event, Hpa, Machine, Slot};
+
+use super::lines::{Had, Lines, before_transfer};
+use super::{Serial, Time, advance, sync};
+use crate::Model;
+
+/// What each thing costs that an engine does, in virtual time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Costs {
+    /// Loading an entry whose line this CPU has.
+    pub load: Time,
+    /// Exchanging or storing an entry whose line this CPU has.
+    pub exchange: Time,
+    /// Moving a line from another CPU.
+    pub transfer: Time,
+    /// Taking a pin: the full fence.
+    pub pin: Time,
+    /// A barrier with nothing to wait for.
+    pub barrier: Time,
+    /// What each store since the last barrier adds to it.
+    pub barrier_per_store: Time,
+    /// An invalidation on this CPU.
+    pub invalidate_local: Time,
+    /// A broadcast invalidation: what the CPU that sends it waits.
+    pub broadcast: Time,
+    /// What a broadcast occupies the interconnect for, which all share.
+    pub broadcast_shared: Time,
+    /// Allocating a table, without clearing it.
+    pub allocate: Time,
+    /// Clearing or filling a table.
+    pub clear_table: Time,
+    /// Cleaning a KiB of data from the caches.
+    pub clean_kib: Time,
+    /// A look of a spin.
+    pub relax: Time,
+}
+
+/// Where the time of one fiber, or of all, has gone.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Spent {
+    /// Entries of lines that were there.
+    pub entries: Time,
+    /// Lines that came from other CPUs.
+    pub transfers: Time,
+    /// Pins.
+    pub pins: Time,
+    /// Barriers.
+    pub barriers: Time,
+    /// Invalidations.
+    pub invalidations: Time,
+    /// Tables: allocation and clearing.
+    pub tables: Time,
+    /// Cache maintenance.
+    pub caches: Time,
+    /// Spins.
+    pub spins: Time,
+}
+
+/// A model machine on which time is virtual: all its fibers run on one thread.
+#[derive(Debug)]
+pub struct Timed {
+    model: Model,
+    costs: Costs,
+    state: OneThread<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    lines: RefCell<Lines>,
+    interconnect: Serial,
+    /// Stores since the last barrier. By whom does not matter: a barrier follows before anybody else runs, or the line
+    /// has moved and the store with it.
+    stores: Cell<u64>,
+    spent: Cell<Spent>,
+    /// Nothing is charged: a design charges for the whole by itself.
+    silent: Cell<bool>,
+}
+
+/// A value that is used by one thread only, though it is reached through what several could share.
+#[derive(Debug)]
+struct OneThread<T> {
+    thread: usize,
+    value: T,
+}
+
+thread_local! {
+    static ME: u8 = const { 0 };
+}
+
+fn this_thread() -> usize {
+    ME.with(|me| std::ptr::from_ref(me).addr())
+}
+
+// SAFETY: `get` refuses every thread but the one that made it.
+unsafe impl<T> Sync for OneThread<T> {}
+
+impl<T> OneThread<T> {
+    fn new(value: T) -> Self {
+        Self { thread: this_thread(), value }
+    }
+
+    #[inline]
+    fn get(&self) -> &T {
+        assert!(self.thread == this_thread(), "virtual time is one thread's");
+        &self.value
+    }
+}
+
+impl Timed {
+    /// `model` with a price for everything. It must not check rules: those are about threads, and fibers are none.
+    pub fn new(model: Model, costs: Costs) -> Self {
+        let state = State {
+            lines: RefCell::new(Lines::default()),
+            interconnect: Serial::new(),
+            stores: Cell::new(0),
+            spent: Cell::new(Spent::default()),
+            silent: Cell::new(false),
+        };
+        Self { model, costs, state: OneThread::new(state) }
+    }
+
+    /// The machine below.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// What everything costs.
+    pub fn costs(&self) -> &Costs {
+        &self.costs
+    }
+
+    /// Where the time of all fibers has gone until now.
+    pub fn spent(&self) -> Spent {
+        self.state.get().spent.get()
+    }
+
+    /// Does something for which nothing is charged: a design that charges for the whole by itself.
+    pub fn silently<R>(&self, act: impl FnOnce() -> R) -> R {
+        let silent = &self.state.get().silent;
+        let before = silent.replace(true);
+        let result = act();
+        silent.set(before);
+        result
+    }
+
+    fn charge(&self, cost: Time, to: impl FnOnce(&mut Spent) -> &mut Time) {
+        let state = self.state.get();
+        if !state.silent.get() {
+            advance(cost);
+            self.note(cost, to);
+        }
+    }
+
+    fn note(&self, cost: Time, to: impl FnOnce(&mut Spent) -> &mut Time) {
+        let spent = &self.state.get().spent;
+        let mut now = spent.get();
+        let part = to(&mut now);
+        *part = part.after(cost);
+        spent.set(now);
+    }
+
+    /// An access to an entry: by its own line, or after the line has come.
+    fn access(&self, entry: Hpa, cost: Time) {
+        let state = self.state.get();
+        if state.silent.get() {
+            return;
+        }
+        if state.lines.borrow_mut().had(entry) == Had::Other {
+            before_transfer();
+        }
+        let moved = state.lines.borrow_mut().take(entry, self.costs.transfer);
+        self.note(moved, |spent| &mut spent.transfers);
+        self.charge(cost, |spent| &mut spent.entries);
+    }
+
+    fn barrier(&self) {
+        let stores = self.state.get().stores.replace(0);
+        let Costs { barrier, barrier_per_store, .. } = self.costs;
+        let cost = barrier.after(Time(barrier_per_store.0.saturating_mul(stores)));
+        self.charge(cost, |spent| &mut spent.barriers);
+    }
+
+    fn broadcast(&self) {
+        let state = self.state.get();
+        if state.silent.get() {
+            return;
+        }
+        let before = super::now();
+        state.interconnect.occupy(|_| self.costs.broadcast_shared);
+        advance(self.costs.broadcast);
+        self.note(super::now().since(before), |spent| &mut spent.invalidations);
+    }
+}
+
+// SAFETY: everything is the model's, which keeps the contract.
+unsafe impl Machine for Timed {
+    fn allocate(&self, tables: usize) -> Option<Hpa> {
+        let each = self.costs.allocate.after(self.costs.clear_table);
+        self.charge(Time(each.0 * tables as u64), |spent| &mut spent.tables);
+        self.model.allocate(tables)
+    }
+
+    unsafe fn free(&self, first: Hpa, tables: usize) {
+        self.charge(self.costs.allocate, |spent| &mut spent.tables);
+        // SAFETY: as the caller promised.
+        unsafe { self.model.free(first, tables) }
+    }
+
+    fn entries(&self, table: Hpa) -> NonNull<Entry> {
+        self.model.entries(table)
+    }
+
+    fn slots(&self) -> &[Slot] {
+        self.model.slots()
+    }
+
+    fn execute(&self, instruction: Instruction) {
+        use Instruction as I;
+        match instruction {
+            I::DsbIshst | I::DsbNshst | I::DsbIsh | I::DsbNsh | I::Isb => self.barrier(),
+            I::TlbiIpas2e1 { .. } | I::TlbiVmalle1 => {
+                self.charge(self.costs.invalidate_local, |spent| &mut spent.invalidations);
+            }
+            I::TlbiIpas2e1is { .. }
+            | I::TlbiRipas2e1is { .. }
+            | I::TlbiVmalle1is
+            | I::TlbiVmalls12e1is
+            | I::TlbiAlle1is => self.broadcast(),
+            _ => {}
+        }
+    }
+
+    fn features(&self) -> Features {
+        self.model.features()
+    }
+
+    fn relax(&self) {
+        // Whoever is waited for must be able to come on.
+        advance(self.costs.relax.max(Time(1)));
+        self.note(self.costs.relax, |spent| &mut spent.spins);
+        sync();
+    }
+
+    fn clean_data(&self, _: Hpa, size: u64) {
+        let cost = Time(self.costs.clean_kib.0.saturating_mul(size) >> 10);
+        self.charge(cost, |spent| &mut spent.caches);
+    }
+
+    fn sync_instructions(&self, from: Hpa, size: u64) {
+        self.clean_data(from, size);
+    }
+
+    fn observe(&self, event: Event) {
+        match event {
+            Event::Load { entry } => self.access(entry, self.costs.load),
+            Event::Store { entry, .. } | Event::Exchange { entry, .. } => {
+                let stores = &self.state.get().stores;
+                stores.set(stores.get() + 1);
+                self.access(entry, self.costs.exchange);
+            }
+            Event::Fill { .. } => self.charge(self.costs.clear_table, |spent| &mut spent.tables),
+            Event::Pinned => self.charge(self.costs.pin, |spent| &mut spent.pins),
+            _ => {}
+        }
+    }
+}
