@@ -2,10 +2,12 @@
 
 use slat::Hpa;
 
-use super::{Fiber, Time, current, now, sync, wait_until};
+use super::{Fiber, Time, current, now, wait_until};
 
 const LINE: u64 = 64;
 const NOBODY: u32 = u32::MAX;
+/// Whoever wants to read it.
+const EVERYBODY: u32 = u32::MAX - 1;
 
 #[derive(Clone, Copy, Debug)]
 struct Line {
@@ -20,15 +22,6 @@ const TOGETHER: usize = 4096;
 #[derive(Debug, Default)]
 pub struct Lines(Vec<Option<Box<[Line]>>>);
 
-/// What an access to a line found.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Had {
-    /// The accessing CPU itself, or nobody.
-    Own,
-    /// Another.
-    Other,
-}
-
 impl Lines {
     fn line(&mut self, at: Hpa) -> &mut Line {
         let index = (at.0 / LINE) as usize;
@@ -40,32 +33,37 @@ impl Lines {
         &mut self.0[group].get_or_insert_with(unused)[index]
     }
 
-    /// Who has it.
-    pub(crate) fn had(&mut self, at: Hpa) -> Had {
-        let me = current().map_or(NOBODY, |Fiber(number)| number);
+    /// Whether an access to the line has to wait for another CPU: a store if any other has it, a load if another has
+    /// changed it since it was read last.
+    pub(crate) fn is_elsewhere(&mut self, at: Hpa, store: bool) -> bool {
+        let me = me();
         let owner = self.line(at).owner;
-        if owner == me || owner == NOBODY { Had::Own } else { Had::Other }
+        owner != me && owner != NOBODY && (store || owner != EVERYBODY)
     }
 
-    /// The calling fiber's CPU takes the line, which takes `transfer` if another has it: one transfer after the other.
-    /// Call [`sync`] before, not while anything is borrowed.
-    pub(crate) fn take(&mut self, at: Hpa, transfer: Time) -> Time {
-        let me = current().map_or(NOBODY, |Fiber(number)| number);
+    /// The calling fiber's CPU takes the line, alone for a store, which takes `transfer` if it was elsewhere: one
+    /// transfer after the other. Call [`sync`] before, not while anything is borrowed.
+    ///
+    /// [`sync`]: super::sync
+    pub(crate) fn take(&mut self, at: Hpa, store: bool, transfer: Time) -> Time {
+        let elsewhere = self.is_elsewhere(at, store);
         let line = self.line(at);
-        if line.owner == me || line.owner == NOBODY {
-            line.owner = me;
+        if store {
+            line.owner = me();
+        } else if elsewhere {
+            line.owner = EVERYBODY;
+        }
+        if !elsewhere {
             return Time(0);
         }
-        let begins = line.free.max(now());
-        let ends = begins.after(transfer);
-        (line.free, line.owner) = (ends, me);
+        let ends = line.free.max(now()).after(transfer);
+        line.free = ends;
         let took = ends.since(now());
         wait_until(ends);
         took
     }
 }
 
-/// Lets all run that are behind, before a line of another is taken.
-pub(crate) fn before_transfer() {
-    sync();
+fn me() -> u32 {
+    current().map_or(NOBODY, |Fiber(number)| number)
 }

@@ -1,13 +1,15 @@
 //! What only one can use at a time: who comes first in virtual time has it first.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 
 use super::{Fiber, Time, current, now, sync, wait_until};
 
 /// A thing that is used by one after the other: a lock, a cache line, an interconnect.
 #[derive(Debug, Default)]
 pub struct Serial {
-    free: Cell<Time>,
+    /// When those are through that have come and are not.
+    ends: RefCell<VecDeque<Time>>,
     owner: Cell<Option<Fiber>>,
 }
 
@@ -18,6 +20,8 @@ pub struct Shared {
     pub waited: Time,
     /// Whether another fiber had it before.
     pub moved: bool,
+    /// How many were before, in use or in wait.
+    pub ahead: usize,
 }
 
 impl Serial {
@@ -30,14 +34,18 @@ impl Serial {
     /// it was waited for, and whether another fiber had it last. The calling fiber goes on when that is over.
     pub fn occupy(&self, takes: impl FnOnce(Shared) -> Time) -> Shared {
         sync();
-        let begins = self.free.get().max(now());
+        let mut ends = self.ends.borrow_mut();
+        while ends.front().is_some_and(|&end| end <= now()) {
+            ends.pop_front();
+        }
+        let begins = ends.back().copied().unwrap_or_default().max(now());
         let me = current();
         let before = self.owner.replace(me);
         let moved = before.is_some() && before != me;
-        let shared = Shared { waited: begins.since(now()), moved };
-        let ends = begins.after(takes(shared));
-        self.free.set(ends);
-        wait_until(ends);
+        let shared = Shared { waited: begins.since(now()), moved, ahead: ends.len() };
+        let end = begins.after(takes(shared));
+        ends.push_back(end);
+        wait_until(end);
         shared
     }
 }
@@ -59,6 +67,7 @@ mod tests {
                 let free = |shared: Shared| Time(if shared.moved { 40 } else { 30 });
                 let shared = lock.occupy(free);
                 assert_eq!(shared.moved, at > 0);
+                assert_eq!(shared.ahead as u64, at / 10);
                 let mut all = ends.get();
                 all[index] = now();
                 ends.set(all);

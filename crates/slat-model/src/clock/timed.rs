@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use slat::maintenance::{Features, Instruction};
 use slat::{Entry, Event, Hpa, Machine, Slot};
 
-use super::lines::{Had, Lines, before_transfer};
+use super::lines::Lines;
 use super::{Serial, Time, advance, sync};
 use crate::Model;
 
@@ -61,6 +61,22 @@ pub struct Spent {
     pub caches: Time,
     /// Spins.
     pub spins: Time,
+}
+
+impl Spent {
+    /// What was spent since `earlier`.
+    pub fn since(self, earlier: Self) -> Self {
+        Self {
+            entries: self.entries.since(earlier.entries),
+            transfers: self.transfers.since(earlier.transfers),
+            pins: self.pins.since(earlier.pins),
+            barriers: self.barriers.since(earlier.barriers),
+            invalidations: self.invalidations.since(earlier.invalidations),
+            tables: self.tables.since(earlier.tables),
+            caches: self.caches.since(earlier.caches),
+            spins: self.spins.since(earlier.spins),
+        }
+    }
 }
 
 /// A model machine on which time is virtual: all its fibers run on one thread.
@@ -167,15 +183,16 @@ impl Timed {
     }
 
     /// An access to an entry: by its own line, or after the line has come.
-    fn access(&self, entry: Hpa, cost: Time) {
+    fn access(&self, entry: Hpa, store: bool, cost: Time) {
         let state = self.state.get();
         if state.silent.get() {
             return;
         }
-        if state.lines.borrow_mut().had(entry) == Had::Other {
-            before_transfer();
+        let elsewhere = state.lines.borrow_mut().is_elsewhere(entry, store);
+        if elsewhere {
+            sync();
         }
-        let moved = state.lines.borrow_mut().take(entry, self.costs.transfer);
+        let moved = state.lines.borrow_mut().take(entry, store, self.costs.transfer);
         self.note(moved, |spent| &mut spent.transfers);
         self.charge(cost, |spent| &mut spent.entries);
     }
@@ -223,6 +240,7 @@ unsafe impl Machine for Timed {
 
     fn execute(&self, instruction: Instruction) {
         use Instruction as I;
+        self.model.execute(instruction);
         match instruction {
             I::DsbIshst | I::DsbNshst | I::DsbIsh | I::DsbNsh | I::Isb => self.barrier(),
             I::TlbiIpas2e1 { .. } | I::TlbiVmalle1 => {
@@ -259,11 +277,11 @@ unsafe impl Machine for Timed {
 
     fn observe(&self, event: Event) {
         match event {
-            Event::Load { entry } => self.access(entry, self.costs.load),
+            Event::Load { entry } => self.access(entry, false, self.costs.load),
             Event::Store { entry, .. } | Event::Exchange { entry, .. } => {
                 let stores = &self.state.get().stores;
                 stores.set(stores.get() + 1);
-                self.access(entry, self.costs.exchange);
+                self.access(entry, true, self.costs.exchange);
             }
             Event::Fill { .. } => self.charge(self.costs.clear_table, |spent| &mut spent.tables),
             Event::Pinned => self.charge(self.costs.pin, |spent| &mut spent.pins),
