@@ -53,7 +53,7 @@ pub(crate) fn settle(
 ) -> Result<(Layout, GuestConfig), Failure> {
     let usage = |why: &str| Err(Failure::Usage(why.to_owned()));
     if machine.clock == Clock::Virtual {
-        return usage("--clock virtual: not yet; --clock real is there");
+        return usage("--clock virtual: not yet; dirty-log has it, and --clock real is there");
     }
     let layout = Layout::new(memory, machine, plan, backing, mode)
         .map_err(|misfit| Failure::Usage(misfit.to_string()))?;

@@ -270,7 +270,7 @@ fn try_lay_out(line: &str) -> Result<(Layout, Backing), Misfit> {
         overlap: overlap.overlap,
         slots: slots.slots,
         offset: offset.offset,
-        eager_split: split.eager_split,
+        eager_split: split.chosen(),
     };
     let (OrHelp::Value(backing), OrHelp::Value(mode)) = (memory.backing, memory.mode) else {
         panic!("help was asked for");

@@ -27,6 +27,7 @@ mod soak;
 mod stage;
 mod table;
 mod translations;
+mod virtual_time;
 mod workload;
 
 use failure::Failure;
@@ -51,6 +52,10 @@ enum Command {
 
     /// One line for each workload: its name, the kernel's test that it follows, what it does
     List,
+
+    /// The designs that virtual time knows, what each of them chooses, and the machines
+    #[command(after_long_help = virtual_time::FILES)]
+    Designs,
 }
 
 /// Does what the arguments of this process ask for.
@@ -59,6 +64,7 @@ pub fn main() -> ExitCode {
         Command::Workload(workload) => workload.run(),
         Command::Soak(options) => soak::run(&options),
         Command::List => output::line(&workload::list()),
+        Command::Designs => virtual_time::list().and_then(|text| output::line(&text)),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use slat::format::arm::{Granule, Stage2};
-use slat::{Gpa, GpaRange, Hpa};
+use slat::{Gpa, GpaRange, Hpa, Machine};
 use slat_model::{Cpu, Features, HostMemory, HostMemoryError, Model, OnViolation, Registers};
 use slat_vm::{
     Access, DirtyRing, Exit, FaultError, Host, HostError, HostPage, Hva, PreFault, SlotConfig,
@@ -332,7 +332,7 @@ pub(crate) fn engine(counters: &slat::rcu::Counters) -> Counters {
 }
 
 /// What the machine and one worker have done so far; vCPUs report for themselves.
-pub(crate) fn counters(model: &Model, worker: &Worker<'_, Model>) -> Counters {
+pub(crate) fn counters<M: Machine>(model: &Model, worker: &Worker<'_, M>) -> Counters {
     let machine = model.counters();
     Counters {
         tables_allocated: machine.tables_allocated,

@@ -66,9 +66,16 @@ pub(crate) struct OffsetOption {
 #[derive(Clone, Copy, Debug, Args)]
 #[command(next_help_heading = "Machine")]
 pub(crate) struct EagerSplitOption {
-    /// Bytes that are split into pages at once, ahead of write faults, or off
-    #[arg(long, value_name = "SIZE|off", default_value = "off")]
-    pub(crate) eager_split: EagerSplit,
+    /// Bytes that are split into pages at once, ahead of write faults, or off [default: off]
+    #[arg(long, value_name = "SIZE|off")]
+    pub(crate) eager_split: Option<EagerSplit>,
+}
+
+impl EagerSplitOption {
+    /// What was asked for, or that nothing is split.
+    pub(crate) fn chosen(self) -> EagerSplit {
+        self.eager_split.unwrap_or(EagerSplit::Off)
+    }
 }
 
 /// Whether anything is compared.

@@ -142,7 +142,9 @@ fn nonsense_of_every_workload() {
         refused("--granule 8k", "4k");
         refused("--ipa-bits 31", "32..=52");
         refused("--hardware-access maybe", "off, on");
-        refused("--clock virtual", "not yet");
+        if workload != "dirty-log" {
+            refused("--clock virtual", "not yet; dirty-log has it");
+        }
         refused("--nonsense", "unexpected argument");
     }
 }
@@ -212,8 +214,41 @@ fn slots_that_cannot_share_host_memory() {
 
 #[test]
 fn what_is_not_there_says_so() {
-    refused("dirty-log --clock virtual", "not yet");
     refused("dirty-log -n", "out of scope");
+}
+
+#[test]
+fn what_virtual_time_has_not() {
+    let refused = |options: &str, why: &str| {
+        refused(&format!("dirty-log --clock virtual {options}"), why);
+    };
+    refused("--check", "no content to compare");
+    refused("-b 0", "needs memory");
+    refused("-b 3M", "blocks of 2M");
+    refused("-v 1024 -b 1T", "8T");
+    refused("-o", "of their own");
+    refused("-x 2", "one memslot");
+    refused("-p 0x1000", "begins at 0");
+    refused("-w 50", "only write");
+    refused("-a", "page after page");
+    refused("-e", "stand");
+    refused("-n", "out of scope");
+    refused("-s shmem", "anonymous_thp only");
+    refused("-m 2", "guest pages");
+    refused("--granule 16k", "4K tables");
+    refused("--ipa-bits 40", "44");
+    refused("--fwb", "--maintenance none");
+    refused("--hardware-access on", "access flag");
+    refused("--design linux-7.99", "not one of linux-5.18");
+    refused("--profile cray", "not one of arm-server-2022");
+    refused("--lock fair", "exclusive");
+}
+
+#[test]
+fn what_only_virtual_time_has() {
+    for option in ["--design slat", "--profile x", "--lock none", "--host-lock gone"] {
+        refused(&format!("dirty-log {option}"), "only with --clock virtual");
+    }
 }
 
 #[test]

@@ -20,12 +20,14 @@ use crate::granule::GranuleSize;
 use crate::guest::{Pass, Program};
 use crate::layout::Layout;
 use crate::model::{Equipment, ModelHost};
+use crate::options::Clock;
 use crate::random::Dice;
 use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
 use crate::{config, model, output};
 
 mod audit;
+mod in_virtual_time;
 mod options;
 mod rings;
 mod split;
@@ -51,6 +53,10 @@ const POPULATE: Pass = Pass { write_percent: 100, random: false };
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
+    let (backing, mode) = chosen;
+    if options.machine.clock == Clock::Virtual {
+        return in_virtual_time::run_and_print(options, backing, mode);
+    }
     let (layout, config) = options.settle(chosen)?;
     let (layout, machine) = (&layout, &options.machine);
     let workers = config.split_threads.unwrap_or(0);

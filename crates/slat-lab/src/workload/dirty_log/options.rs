@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use slat_vm::LogMode;
 
+use super::in_virtual_time::VirtualOptions;
 use crate::backing::Backing;
 use crate::config::{self, GuestConfig};
 use crate::failure::Failure;
@@ -50,13 +51,13 @@ pub(crate) struct Options {
     pub(crate) memory: MemoryOptions,
 
     #[command(flatten)]
-    overlap: OverlapOption,
+    pub(super) overlap: OverlapOption,
 
     #[command(flatten)]
-    slots: SlotsOption,
+    pub(super) slots: SlotsOption,
 
     #[command(flatten)]
-    offset: OffsetOption,
+    pub(super) offset: OffsetOption,
 
     /// Rounds of dirty, get, clear; at least 2
     #[arg(short = 'i', long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..))]
@@ -105,7 +106,7 @@ pub(crate) struct Options {
     pub(crate) machine: MachineOptions,
 
     #[command(flatten)]
-    split: EagerSplitOption,
+    pub(super) split: EagerSplitOption,
 
     /// So many threads split each memslot at once, in the enable phase; without this, one does, then or as the log is
     /// cleared
@@ -113,7 +114,10 @@ pub(crate) struct Options {
     split_threads: Option<u32>,
 
     #[command(flatten)]
-    check: CheckOption,
+    pub(super) virtual_time: VirtualOptions,
+
+    #[command(flatten)]
+    pub(super) check: CheckOption,
 
     #[command(flatten)]
     pub(crate) output: OutputOptions,
@@ -172,11 +176,14 @@ impl Options {
             return Err(Failure::Usage("-n: nested guests are out of scope".to_owned()));
         }
         self.check_log()?;
+        if let Some(option) = self.virtual_time.given() {
+            return Err(Failure::Usage(format!("{option}: only with --clock virtual")));
+        }
         let plan = Plan {
             overlap: self.overlap.overlap,
             slots: self.slots.slots,
             offset: self.offset.offset,
-            eager_split: self.split.eager_split,
+            eager_split: self.split.chosen(),
         };
         let check = self.check.check;
         let (layout, guest) = config::settle(&self.memory, &self.machine, plan, chosen, check)?;

@@ -77,7 +77,7 @@ impl Options {
         let plan = Plan {
             overlap: vcpus > 1,
             offset: self.offset.offset,
-            eager_split: self.split.eager_split,
+            eager_split: self.split.chosen(),
             ..Plan::PLAIN
         };
         let check = self.check.check;

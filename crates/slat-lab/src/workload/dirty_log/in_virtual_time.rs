@@ -1,0 +1,315 @@
+//! `slat dirty-log --clock virtual`: what of the workload can be had there, and its report.
+
+use std::fmt;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::Options;
+use super::audit::Found;
+use crate::backing::{Backing, Pages};
+use crate::failure::Failure;
+use crate::granule::GranuleSize;
+use crate::guest_mode::{self, GuestMode};
+use crate::options::{Clock, EagerSplit};
+use crate::output;
+use crate::report::{self, Report};
+use crate::size::Size;
+use crate::virtual_time::design::{Barrier, Design, HostLock, Maintenance, MmuLock, SkipLevels};
+use crate::virtual_time::dirty_log::{Phase, Scenario, run};
+use crate::virtual_time::ground::BLOCK;
+use crate::virtual_time::profile::Profile;
+
+/// The machine and the design, and choices in which it differs.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Virtual time")]
+pub(crate) struct VirtualOptions {
+    /// What the machine's steps cost: a name or a file [default: arm-server-2022]
+    #[arg(long, value_name = "NAME|FILE")]
+    profile: Option<String>,
+
+    /// How the hypervisor is built: a name that `slat designs` lists, or a file [default: slat]
+    #[arg(long, value_name = "NAME|FILE")]
+    design: Option<String>,
+
+    /// What faults do with the MMU lock, instead of what the design says
+    #[arg(long, value_enum, value_name = "exclusive|shared|none", hide_possible_values = true)]
+    lock: Option<MmuLock>,
+
+    /// When stores are made visible while blocks are split
+    #[arg(
+        long,
+        value_enum,
+        value_name = "per-entry|per-block|per-walk",
+        hide_possible_values = true
+    )]
+    barrier: Option<Barrier>,
+
+    /// Whether a walk that splits enters the last level
+    #[arg(long, value_enum, value_name = "off|on|child", hide_possible_values = true)]
+    skip_levels: Option<SkipLevels>,
+
+    /// Where new memory is cleaned from the data caches
+    #[arg(long, value_enum, value_name = "under-lock|outside|none", hide_possible_values = true)]
+    maintenance: Option<Maintenance>,
+
+    /// Whether faults that ask the host write its memory-map lock
+    #[arg(long, value_enum, value_name = "kept|gone", hide_possible_values = true)]
+    host_lock: Option<HostLock>,
+}
+
+impl VirtualOptions {
+    /// The option that was given and that only virtual time has.
+    pub(super) fn given(&self) -> Option<&'static str> {
+        let given = [
+            ("--profile", self.profile.is_some()),
+            ("--design", self.design.is_some()),
+            ("--lock", self.lock.is_some()),
+            ("--barrier", self.barrier.is_some()),
+            ("--skip-levels", self.skip_levels.is_some()),
+            ("--maintenance", self.maintenance.is_some()),
+            ("--host-lock", self.host_lock.is_some()),
+        ];
+        given.into_iter().find(|(_, given)| *given).map(|(name, _)| name)
+    }
+
+    fn design(&self) -> Result<Design, Failure> {
+        let design = Design::load(self.design.as_deref().unwrap_or("slat"))?;
+        Ok(Design {
+            lock: self.lock.unwrap_or(design.lock),
+            barrier: self.barrier.unwrap_or(design.barrier),
+            skip_levels: self.skip_levels.unwrap_or(design.skip_levels),
+            maintenance: self.maintenance.unwrap_or(design.maintenance),
+            host_lock: self.host_lock.unwrap_or(design.host_lock),
+            ..design
+        })
+    }
+}
+
+/// What runs, with every default filled in.
+#[derive(Clone, Debug, Serialize)]
+struct Config {
+    vcpus: u32,
+    bytes: Size,
+    iterations: u32,
+    manual_protect: bool,
+    eager_split: EagerSplit,
+    seed: u64,
+    clock: Clock,
+    profile: String,
+    design: String,
+    lock: MmuLock,
+    barrier: Barrier,
+    skip_levels: SkipLevels,
+    maintenance: Maintenance,
+    host_lock: HostLock,
+}
+
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plural = if self.vcpus == 1 { "" } else { "s" };
+        let protect = if self.manual_protect { "manual protect" } else { "no manual protect" };
+        let Self { vcpus, bytes, eager_split, .. } = self;
+        writeln!(f, "{vcpus} vCPU{plural} x {bytes} anonymous_thp, {protect}")?;
+        write!(
+            f,
+            "profile {}, design {}: MMU lock {}",
+            self.profile,
+            self.design,
+            self.lock.name()
+        )?;
+        write!(f, ", barrier {}, skip levels {}", self.barrier.name(), self.skip_levels.name())?;
+        write!(f, ", eager split {eager_split}, cleaning {}", self.maintenance.name())?;
+        write!(f, ", host lock {}", self.host_lock.name())
+    }
+}
+
+/// Where the time of a phase went, of all vCPUs and the hypervisor's thread together.
+#[derive(Clone, Debug, Serialize)]
+struct Time {
+    name: &'static str,
+    iteration: Option<u32>,
+    seconds: Seconds,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Seconds {
+    faults: f64,
+    locks: f64,
+    host_lock: f64,
+    entries: f64,
+    transfers: f64,
+    pins: f64,
+    barriers: f64,
+    invalidations: f64,
+    tables: f64,
+    pages: f64,
+    caches: f64,
+    walks: f64,
+    spins: f64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Results {
+    time: Vec<Time>,
+}
+
+impl Time {
+    fn of(phase: &Phase) -> Self {
+        let Phase { name, iteration, spent, outside, .. } = *phase;
+        let seconds = Seconds {
+            faults: outside.faults.as_seconds(),
+            locks: outside.locks.as_seconds(),
+            host_lock: outside.host_lock.as_seconds(),
+            entries: spent.entries.as_seconds(),
+            transfers: spent.transfers.as_seconds(),
+            pins: spent.pins.as_seconds(),
+            barriers: spent.barriers.as_seconds(),
+            invalidations: spent.invalidations.as_seconds(),
+            tables: spent.tables.as_seconds(),
+            pages: outside.pages.as_seconds(),
+            caches: outside.caches.after(spent.caches).as_seconds(),
+            walks: outside.walks.as_seconds(),
+            spins: spent.spins.as_seconds(),
+        };
+        Self { name, iteration, seconds }
+    }
+
+    /// The phase and the shares of its time, largest first; nothing if it took none.
+    fn line(&self) -> Option<String> {
+        let Seconds { faults, locks, host_lock, entries, transfers, pins, .. } = self.seconds;
+        let Seconds { barriers, invalidations, tables, pages, caches, walks, spins, .. } =
+            self.seconds;
+        let mut parts = [
+            ("faults", faults),
+            ("locks", locks),
+            ("host lock", host_lock),
+            ("entries", entries),
+            ("transfers", transfers),
+            ("pins", pins),
+            ("barriers", barriers),
+            ("invalidations", invalidations),
+            ("tables", tables),
+            ("pages", pages),
+            ("caches", caches),
+            ("walks", walks),
+            ("spins", spins),
+        ];
+        parts.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let total: f64 = parts.iter().map(|part| part.1).sum();
+        if total == 0.0 {
+            return None;
+        }
+        let shares = parts.iter().filter(|part| part.1 >= total / 1000.0);
+        let shares: Vec<_> =
+            shares.map(|(name, part)| format!("{name} {:.1} %", part / total * 100.0)).collect();
+        let iteration = self.iteration.map(|number| format!(" {number}")).unwrap_or_default();
+        Some(format!("{}{iteration}: {}", self.name, shares.join(", ")))
+    }
+}
+
+/// Runs the workload in virtual time and prints its report.
+///
+/// # Errors
+/// [`Failure::Usage`] for what virtual time has not; see [`Failure`].
+pub(super) fn run_and_print(
+    options: &Options,
+    backing: Backing,
+    mode: GuestMode,
+) -> Result<(), Failure> {
+    refuse(options, backing, mode)?;
+    let design = options.virtual_time.design()?;
+    let profile =
+        Profile::load(options.virtual_time.profile.as_deref().unwrap_or("arm-server-2022"))?;
+    let eager_split = options.split.eager_split.unwrap_or(design.eager_split);
+    let scenario = Scenario {
+        vcpus: options.memory.vcpus,
+        bytes: options.memory.bytes.0,
+        iterations: options.iterations,
+        manual_protect: !options.no_manual_protect,
+        eager_split: eager_split.chunk().map(|chunk| chunk.0),
+        seed: options.seed,
+    };
+    let found = run(&scenario, &profile, &design)?;
+    let phases: Vec<_> = found.iter().map(counted).collect();
+    let time: Vec<_> = found.iter().map(Time::of).collect();
+    let mut summary = vec!["Where time went, of all vCPUs and the thread together:".to_owned()];
+    summary.extend(time.iter().filter_map(Time::line));
+    let mut notes = Vec::new();
+    if design.lock != MmuLock::None {
+        let what = "counts are those of slat's engine, which does this design's work too";
+        notes.push(what.to_owned());
+    }
+    if backing.pages == Pages::Base {
+        notes.push("virtual time has transparent huge pages behind guest memory".to_owned());
+    }
+    let config = Config {
+        vcpus: scenario.vcpus,
+        bytes: options.memory.bytes,
+        iterations: scenario.iterations,
+        manual_protect: scenario.manual_protect,
+        eager_split,
+        seed: scenario.seed,
+        clock: Clock::Virtual,
+        profile: profile.name,
+        design: design.name,
+        lock: design.lock,
+        barrier: design.barrier,
+        skip_levels: design.skip_levels,
+        maintenance: design.maintenance,
+        host_lock: design.host_lock,
+    };
+    let report = Report::<_, _, Found> {
+        workload: "dirty-log",
+        backend: "virtual",
+        config,
+        notes,
+        summary,
+        counters: phases.iter().map(|phase| phase.counters).sum(),
+        phases,
+        results: Results { time },
+        check: None,
+    };
+    output::print(&report, &options.output)
+}
+
+fn counted(phase: &Phase) -> report::Phase {
+    let Phase { name, iteration, took, counters, .. } = *phase;
+    report::Phase { name, iteration, seconds: took.as_seconds(), counters }
+}
+
+/// Says why something that was asked for cannot be had in virtual time.
+fn refuse(options: &Options, backing: Backing, mode: GuestMode) -> Result<(), Failure> {
+    let Options { memory, machine, .. } = options;
+    let bytes = memory.bytes.0;
+    let size = bytes.checked_mul(u64::from(memory.vcpus));
+    let refusals = [
+        (bytes == 0, "-b 0: a vCPU needs memory"),
+        (!bytes.is_multiple_of(BLOCK), "-b: virtual time has whole blocks of 2M only"),
+        (size.is_none_or(|size| size > 1 << 43), "-v, -b: more than 8T together"),
+        (options.check.check, "--check: there is no content to compare, memory is addresses only"),
+        (options.overlap.overlap, "-o: vCPUs use memory of their own in virtual time"),
+        (options.slots.slots != 1, "-x: virtual time has one memslot"),
+        (options.offset.offset.is_some(), "-p: guest memory begins at 0 in virtual time"),
+        (options.write_percent != 100, "-w: vCPUs only write in virtual time"),
+        (options.run_while_disabling, "-e: vCPUs stand while the log is disabled in virtual time"),
+        (options.random_order, "-a: vCPUs write page after page in virtual time"),
+        (options.nested, "-n: nested guests are out of scope"),
+        (
+            backing.shared || !matches!(backing.pages, Pages::Base | Pages::Transparent),
+            "-s: virtual time has anonymous_thp only",
+        ),
+        (
+            guest_mode::DEFAULT.parse() != Ok(mode),
+            "-m: virtual time has guest pages of 4K only, and its own address width",
+        ),
+        (machine.granule != GranuleSize::K4, "--granule: profiles are of 4K tables"),
+        (machine.ipa_bits.is_some(), "--ipa-bits: virtual time has 44 of them"),
+        (machine.fwb, "--fwb: --maintenance none is the same here"),
+        (machine.hardware_access.is_on(), "--hardware-access: no fault here is of the access flag"),
+    ];
+    match refusals.into_iter().find(|(refused, _)| *refused) {
+        Some((_, why)) => Err(Failure::Usage(format!("{why} (--clock virtual)"))),
+        None => Ok(()),
+    }
+}
