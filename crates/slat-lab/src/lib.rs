@@ -22,6 +22,7 @@ mod output;
 mod progress;
 mod random;
 mod report;
+mod repro;
 mod size;
 mod soak;
 mod stage;
@@ -53,6 +54,10 @@ enum Command {
     /// One line for each workload: its name, the kernel's test that it follows, what it does
     List,
 
+    /// Published tables beside what virtual time gives: status 1 if a claimed cell is out of tolerance
+    #[command(after_long_help = repro::LONG_HELP)]
+    Repro(repro::Options),
+
     /// The designs that virtual time knows, what each of them chooses, and the machines
     #[command(after_long_help = virtual_time::FILES)]
     Designs,
@@ -64,6 +69,7 @@ pub fn main() -> ExitCode {
         Command::Workload(workload) => workload.run(),
         Command::Soak(options) => soak::run(&options),
         Command::List => output::line(&workload::list()),
+        Command::Repro(options) => repro::run(&options),
         Command::Designs => virtual_time::list().and_then(|text| output::line(&text)),
     };
     match done {

@@ -61,7 +61,7 @@ pub(crate) fn list() -> Result<String, Failure> {
 }
 
 /// Rows as lines, with columns as wide as what is in them.
-fn columns<const N: usize>(rows: &[[String; N]]) -> Vec<String> {
+pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> Vec<String> {
     let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
     let widths: Vec<_> = (0..N).map(width).collect();
     let line = |row: &[String; N]| {

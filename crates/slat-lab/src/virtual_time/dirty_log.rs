@@ -10,7 +10,7 @@ use slat_vm::{Hva, LogMode, SlotConfig, Vm, VmOptions, Worker};
 
 use super::design::{Design, Maintenance};
 use super::ground::{BLOCK, Blocks, Ground, Guest, Outside, PAGE, VirtualVm};
-use super::profile::Profile;
+use super::profile::{Profile, Walker};
 use super::walks::{Found, Walks};
 use crate::failure::Failure;
 use crate::model;
@@ -52,7 +52,7 @@ pub(crate) fn run(
     profile: &Profile,
     design: &Design,
 ) -> Result<Vec<Phase>, Failure> {
-    let (costs, walks) = (profile.faults()?, profile.walks()?);
+    let (costs, walks) = (profile.faults()?, profile.walks(Walker::General)?);
     let size = scenario.bytes * u64::from(scenario.vcpus);
     let tables = size / BLOCK * 2 + size / (1 << 30) * 2 + 4096;
     let model = Model::builder()
@@ -159,7 +159,7 @@ impl<'a> Conductor<'a> {
         let Scenario { manual_protect: manual, eager_split, iterations, .. } = *self.scenario;
         let eager = eager_split.is_some();
         let pages = self.scenario.bytes * u64::from(self.scenario.vcpus) / PAGE;
-        let found = |blocks| Found { pages, blocks, every: 1 };
+        let found = |blocks| Found { pages, blocks, every: 1, cleared: 1 };
         let Self { walks, ground: Ground { design, .. }, .. } = *self;
         self.pass("populate", None)?;
         let (mode, takes) = match manual {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use slat_model::clock::{Costs, Time};
 
 use super::walks::Walks;
@@ -11,6 +11,8 @@ use crate::failure::Failure;
 const BUILT_IN: &[(&str, &str)] = &[
     ("arm-server-2022", include_str!("../../data/profiles/arm-server-2022.toml")),
     ("arm-server-2022-v5", include_str!("../../data/profiles/arm-server-2022-v5.toml")),
+    ("thunderx2", include_str!("../../data/profiles/thunderx2.toml")),
+    ("barrier-server-2024", include_str!("../../data/profiles/barrier-server-2024.toml")),
 ];
 
 const TIMES: &[(&str, f64)] = &[("ns", 1.0), ("us", 1e3), ("ms", 1e6)];
@@ -32,6 +34,24 @@ pub(crate) struct Profile {
     pub(crate) name: String,
     pub(crate) summary: String,
     numbers: BTreeMap<String, Number>,
+}
+
+/// Whose walks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Walker {
+    /// A general walker, which calls for each entry.
+    General,
+    /// This engine's.
+    Engine,
+}
+
+/// What a cell of a published table is to a profile.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Kind {
+    Calibrated,
+    Predicted,
+    Fitted,
 }
 
 /// What faults cost.
@@ -146,18 +166,47 @@ impl Profile {
         })
     }
 
-    /// What the walks of a general walker cost.
+    /// What the walks of the hypervisor's thread cost.
     ///
     /// # Errors
     /// [`Failure::Usage`]: the profile does not say, or what is wrong with it.
-    pub(crate) fn walks(&self) -> Result<Walks, Failure> {
+    pub(crate) fn walks(&self, of: Walker) -> Result<Walks, Failure> {
+        let walker = match of {
+            Walker::General => "walk",
+            Walker::Engine => "engine",
+        };
+        let number = |what| self.number(&format!("{walker}-{what}"), TIMES);
         Ok(Walks {
-            visit: self.number("walk-visit", TIMES)?,
-            protect: self.number("walk-protect", TIMES)?,
-            split: self.number("walk-split", TIMES)?,
-            section: self.number("walk-section", TIMES)?,
+            visit: number("visit")?,
+            protect: number("protect")?,
+            split: number("split")?,
+            section: number("section")?,
             barrier: self.number("walk-barrier", TIMES)?,
         })
+    }
+
+    /// By how many per cent at most the costs of walks differ between runs.
+    ///
+    /// # Errors
+    /// As [`walks`](Self::walks).
+    pub(crate) fn walk_spread(&self) -> Result<f64, Failure> {
+        self.number("walk-spread", &[("%", 1.0)])
+    }
+
+    /// Where a published cell comes from: numbers were adjusted to it, or it is predicted.
+    pub(crate) fn kind_of(&self, cell: &str) -> Kind {
+        let names = |how: &str, number: &Number| {
+            let rest = number.origin.strip_prefix(how).and_then(|rest| rest.strip_prefix(cell));
+            rest.is_some_and(|rest| !rest.starts_with(char::is_alphanumeric))
+        };
+        let any = |how: &str| self.numbers.values().any(|number| names(how, number));
+        if any("calibrated on ") {
+            Kind::Calibrated
+        } else if any("fitted on ") {
+            Kind::Fitted
+        } else {
+            Kind::Predicted
+        }
     }
 
     /// The names of the built-in ones, with what they are.
@@ -175,11 +224,25 @@ mod tests {
         for (name, _) in BUILT_IN {
             let profile = Profile::load(name).unwrap();
             assert_eq!(&profile.name, name);
-            assert!(profile.faults().is_ok() || profile.walks().is_ok(), "{name}");
+            assert!(profile.faults().is_ok() || profile.walks(Walker::Engine).is_ok(), "{name}");
             let calibrated =
                 profile.numbers.values().filter(|n| n.origin.starts_with("calibrated on "));
             assert!(calibrated.count() <= 4, "{name}");
         }
+    }
+
+    #[test]
+    fn only_the_cells_that_numbers_were_adjusted_to_are_not_predicted() {
+        let profile = Profile::load("arm-server-2022").unwrap();
+        let kind = |cell: &str| profile.kind_of(&format!("parallel-faults-rfc {cell}"));
+        assert_eq!(kind("dirty-seconds.after at 1 vCPU"), Kind::Calibrated);
+        assert_eq!(kind("dirty-seconds.before at 16 vCPUs"), Kind::Calibrated);
+        assert_eq!(kind("dirty-seconds.before at 1 vCPU"), Kind::Predicted);
+        assert_eq!(kind("populate-seconds.after at 4 vCPUs"), Kind::Predicted);
+        assert_eq!(
+            profile.kind_of("parallel-faults-v5 dirty-seconds.after at 1 vCPU"),
+            Kind::Predicted
+        );
     }
 
     #[test]

@@ -1,0 +1,160 @@
+//! `slat repro`: tables that were mailed to the kernel's lists, beside what virtual time gives for the designs of that
+//! time, and what slat's own design gives in the same cells.
+
+use std::io::{self, Write};
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use crate::failure::Failure;
+use crate::options::OutputOptions;
+use crate::virtual_time::profile::Kind;
+
+mod cell;
+mod faults;
+mod published;
+mod walks;
+
+use cell::{Cell, Section, SlatCell};
+use published::{Later, Published};
+
+/// What follows the options in `--help`.
+pub(crate) const LONG_HELP: &str = "\
+A cell is calibrated if a number of the machine's profile was adjusted to it (at most four a machine), fitted if that is \
+all that is known of the machine, and predicted otherwise. Tolerances are per cent of seconds, and points of per cent. A \
+cell that is out of tolerance for a reason has it beside it and is not claimed. slat's cells are intervals where the host's \
+memory-map lock matters: kept .. gone.
+
+--json prints {\"cells\": [{\"table\", \"cell\", \"unit\", \"published\", \"ours\", \"kind\", \"tolerance\", \"ok\", \
+\"note\"}], \"slat\": [{\"table\", \"cell\", \"ours\", \"note\"}]}; \"ours\" of slat is a number, or [kept, gone]. What is \
+not reproduced yet has null for figures.
+
+Exit status: 0 done; 1 a claimed cell is out of tolerance; 2 the command makes no sense.";
+
+/// Options of `repro`.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// One table
+    #[arg(long, value_enum, value_name = "NAME")]
+    only: Option<Table>,
+
+    /// Memory of the published size, instead of a part that takes seconds
+    #[arg(long)]
+    full: bool,
+
+    #[command(flatten)]
+    output: OutputOptions,
+}
+
+/// What can be asked for alone.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum Table {
+    ParallelFaults,
+    SkipLevels,
+    MoveBarrier,
+    RmapCounter,
+    TrailingPrefetch,
+}
+
+#[derive(Serialize)]
+struct Report<'a> {
+    cells: Vec<&'a Cell>,
+    slat: Vec<&'a SlatCell>,
+}
+
+/// Reproduces what was asked for and prints it.
+///
+/// # Errors
+/// [`Failure::Run`] if a claimed cell is out of tolerance; [`Failure::Output`].
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    let published = Published::load()?;
+    let tables = match &options.only {
+        Some(table) => std::slice::from_ref(table),
+        None => Table::value_variants(),
+    };
+    let mut sections = Vec::new();
+    for table in tables {
+        sections.extend(table.reproduce(&published, options.full)?);
+    }
+    let mut out = io::stdout().lock();
+    if options.output.json {
+        let cells = sections.iter().flat_map(|section| &section.cells).collect();
+        let slat = sections.iter().flat_map(|section| &section.slat).collect();
+        serde_json::to_writer(&mut out, &Report { cells, slat }).map_err(io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        for line in sections.iter().flat_map(Section::lines) {
+            writeln!(out, "{line}")?;
+        }
+        writeln!(out, "{}", verdict(&sections))?;
+    }
+    out.flush()?;
+    match missed(&sections) {
+        0 => Ok(()),
+        1 => Err(Failure::Run("a claimed cell is out of tolerance".to_owned())),
+        count => Err(Failure::Run(format!("{count} claimed cells are out of tolerance"))),
+    }
+}
+
+impl Table {
+    fn reproduce(self, published: &Published, full: bool) -> Result<Vec<Section>, Failure> {
+        match self {
+            Self::ParallelFaults => {
+                let setup = |table, profile, published| {
+                    faults::Setup { table, profile, published, full }.reproduce()
+                };
+                let rfc = &published.parallel_faults_rfc;
+                let v5 = &published.parallel_faults_v5;
+                Ok(vec![
+                    setup("parallel-faults-rfc", "arm-server-2022", rfc)?,
+                    setup("parallel-faults-v5", "arm-server-2022-v5", v5)?,
+                ])
+            }
+            Self::SkipLevels => Ok(vec![walks::skip_levels(&published.skip_levels)?]),
+            Self::MoveBarrier => Ok(vec![walks::move_barrier(&published.move_barrier)?]),
+            Self::RmapCounter => Ok(vec![later("rmap-counter", &published.rmap_counter)]),
+            Self::TrailingPrefetch => {
+                Ok(vec![later("trailing-prefetch", &published.trailing_prefetch)])
+            }
+        }
+    }
+}
+
+/// The place of a table that is not reproduced.
+fn later(table: &'static str, published: &Later) -> Section {
+    let cell = Cell {
+        table,
+        cell: "all".to_owned(),
+        unit: "",
+        published: None,
+        ours: None,
+        kind: Kind::Predicted,
+        tolerance: 0.0,
+        ok: false,
+        note: "not yet".to_owned(),
+        claimed: false,
+    };
+    let head = vec![format!("{table}: {}", published.source)];
+    Section { head, cells: vec![cell], slat: Vec::new() }
+}
+
+/// How many claimed cells are out of tolerance.
+fn missed(sections: &[Section]) -> usize {
+    let cells = sections.iter().flat_map(|section| &section.cells);
+    let slat = sections.iter().flat_map(|section| &section.slat);
+    cells.filter(|cell| cell.claimed && !cell.ok).count()
+        + slat.filter(|cell| !cell.reached).count()
+}
+
+/// The last line.
+fn verdict(sections: &[Section]) -> String {
+    let cells = sections.iter().flat_map(|section| &section.cells);
+    let cells: Vec<_> = cells.filter(|cell| cell.ours.is_some()).collect();
+    let ok = cells.iter().filter(|cell| cell.ok).count();
+    let named = cells.iter().filter(|cell| !cell.claimed).count();
+    format!(
+        "{ok} of {} cells within tolerance, {named} out of it for the reason beside them, {} without one",
+        cells.len(),
+        missed(sections)
+    )
+}

@@ -1,0 +1,83 @@
+//! What was published, as `data/published.toml` has it.
+
+use serde::Deserialize;
+
+use crate::failure::Failure;
+
+const TEXT: &str = include_str!("../../data/published.toml");
+
+/// The tables that are reproduced.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Published {
+    pub(crate) parallel_faults_rfc: Faults,
+    pub(crate) parallel_faults_v5: Faults,
+    pub(crate) skip_levels: SkipLevels,
+    pub(crate) move_barrier: MoveBarrier,
+    pub(crate) rmap_counter: Later,
+    pub(crate) trailing_prefetch: Later,
+}
+
+/// Seconds by vCPUs.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Faults {
+    pub(crate) source: String,
+    pub(crate) vcpus: Vec<u32>,
+    pub(crate) dirty_seconds: Versions,
+    pub(crate) populate_seconds: Versions,
+}
+
+/// Of the kernel before and after the series.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Versions {
+    pub(crate) before: Vec<f64>,
+    pub(crate) after: Vec<f64>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct SkipLevels {
+    pub(crate) source: String,
+    pub(crate) enable_percent: Backings,
+    pub(crate) clear_percent: Backings,
+}
+
+/// By what memory is mapped with.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Backings {
+    pub(crate) already_4k: Mean,
+    pub(crate) thp: Mean,
+    pub(crate) hugetlb_1g: Mean,
+}
+
+/// A change in per cent, and its standard deviation.
+#[derive(Clone, Copy, PartialEq, Debug, Deserialize)]
+pub(crate) struct Mean {
+    pub(crate) value: f64,
+    pub(crate) sd: f64,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct MoveBarrier {
+    pub(crate) source: String,
+    pub(crate) clear_dirty_log_percent: f64,
+}
+
+/// A table that is not reproduced yet.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Later {
+    pub(crate) source: String,
+}
+
+impl Published {
+    /// What is built in.
+    ///
+    /// # Errors
+    /// [`Failure::Run`]: it does not have the shape above.
+    pub(crate) fn load() -> Result<Self, Failure> {
+        toml::from_str(TEXT).map_err(|why| Failure::Run(format!("published figures: {why}")))
+    }
+}

@@ -1,0 +1,72 @@
+//! What `slat repro` promises: published figures beside ours, each marked, and the same bytes at every run. The tables that
+//! need a faster build are run by CI.
+
+use serde_json::Value;
+
+mod command;
+
+use command::{report, slat};
+
+const WALKS: [&str; 2] = ["skip-levels", "move-barrier"];
+
+fn keys(object: &Value) -> Vec<&str> {
+    object.as_object().unwrap().keys().map(String::as_str).collect()
+}
+
+#[test]
+fn claimed_cells_are_within_tolerance() {
+    for (table, cells, tolerance) in [(WALKS[0], 6, 5.0), (WALKS[1], 9, 10.0)] {
+        let report = report(&format!("repro --only {table}"));
+        let found = report["cells"].as_array().unwrap();
+        assert_eq!(found.len(), cells);
+        for cell in found {
+            assert_eq!((&cell["ok"], &cell["unit"]), (&true.into(), &"%".into()), "{cell}");
+            assert_eq!(cell["tolerance"], tolerance);
+            let figure = |key: &str| cell[key].as_f64().unwrap();
+            assert!((figure("ours") - figure("published")).abs() <= tolerance, "{cell}");
+        }
+        assert_eq!(report["slat"].as_array().unwrap().len(), cells);
+    }
+}
+
+#[test]
+fn the_object_has_the_documented_shape() {
+    let report = report("repro --only move-barrier");
+    assert_eq!(keys(&report), ["cells", "slat"]);
+    let expected =
+        ["cell", "kind", "note", "ok", "ours", "published", "table", "tolerance", "unit"];
+    assert_eq!(keys(&report["cells"][0]), expected);
+    assert_eq!(keys(&report["slat"][0]), ["cell", "note", "ours", "table"]);
+}
+
+#[test]
+fn only_the_fitted_cell_is_not_a_prediction() {
+    let report = report("repro --only move-barrier");
+    let kinds: Vec<_> =
+        report["cells"].as_array().unwrap().iter().map(|cell| cell["kind"].clone()).collect();
+    assert_eq!(kinds[0], "fitted");
+    assert!(kinds[1..].iter().all(|kind| kind == "predicted"), "{kinds:?}");
+}
+
+#[test]
+fn the_same_bytes_come_at_every_run() {
+    for table in WALKS {
+        let run = || slat(&format!("repro --only {table}")).stdout;
+        let text = String::from_utf8(run()).unwrap();
+        assert_eq!(text.as_bytes(), run());
+        assert!(text.lines().last().unwrap().contains("cells within tolerance"), "{text}");
+    }
+}
+
+#[test]
+fn what_is_not_reproduced_says_so() {
+    for table in ["rmap-counter", "trailing-prefetch"] {
+        let output = slat(&format!("repro --only {table}"));
+        assert_eq!(output.status.code(), Some(0));
+        assert!(String::from_utf8(output.stdout).unwrap().contains("not yet"));
+        let report = report(&format!("repro --only {table}"));
+        assert_eq!(report["cells"][0]["ours"], Value::Null);
+    }
+    let output = slat("repro --only everything");
+    assert_eq!(output.status.code(), Some(2));
+}
