@@ -117,3 +117,14 @@ fn designs_and_machines_are_listed() {
         assert!(text.lines().any(|line| line.starts_with(&format!("{name} "))), "{name}: {text}");
     }
 }
+
+#[test]
+fn a_machine_in_a_file_is_the_same_as_one_by_name() {
+    let by_name = printed(&format!("{RUN} --profile arm-server-2022-v5"));
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/data/profiles/arm-server-2022-v5.toml");
+    assert_eq!(printed(&format!("{RUN} --profile {file}")), by_name);
+    assert_ne!(printed(RUN), by_name);
+    let output = slat(&format!("{RUN} --profile thunderx2"));
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("is missing"));
+}
