@@ -294,6 +294,10 @@ fn refuse(options: &Options, backing: Backing, mode: GuestMode) -> Result<(), Fa
         (options.write_percent != 100, "-w: vCPUs only write in virtual time"),
         (options.run_while_disabling, "-e: vCPUs stand while the log is disabled in virtual time"),
         (options.random_order, "-a: vCPUs write page after page in virtual time"),
+        (
+            !options.is_plain_log(),
+            "--log, --ring, --split-threads: virtual time has the bitmap and one thread",
+        ),
         (options.nested, "-n: nested guests are out of scope"),
         (
             backing.shared || !matches!(backing.pages, Pages::Base | Pages::Transparent),

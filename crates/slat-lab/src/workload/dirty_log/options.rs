@@ -167,6 +167,11 @@ impl Config {
 }
 
 impl Options {
+    /// Whether the log is the bitmap, and one thread splits: what there is in virtual time too.
+    pub(super) fn is_plain_log(&self) -> bool {
+        self.log == LogKind::Bitmap && self.ring.is_none() && self.split_threads.is_none()
+    }
+
     /// Where guest memory lies, and everything that was asked for.
     ///
     /// # Errors
@@ -217,7 +222,7 @@ impl Options {
         if self.ring.is_some() && self.log != LogKind::Ring {
             return usage("--ring: there are dirty rings with --log ring only");
         }
-        if self.split_threads.is_some() && self.split.eager_split == EagerSplit::Off {
+        if self.split_threads.is_some() && self.split.chosen() == EagerSplit::Off {
             return usage(
                 "--split-threads: without --eager-split nothing is split ahead of write faults; say with it how much at once",
             );
