@@ -1,10 +1,11 @@
-//! Dirty state on its way from a tree to a log: taken out of entries by an unmap, and not yet in the bitmap.
+//! Dirty state on its way from a tree to a log: taken out of entries, and not yet in the bitmap.
 //!
-//! Where hardware keeps dirty state, an unmap for the host takes it along, and only the unmap knows of the write until
-//! it has marked the page. A collection must not return in between (rule 8). So an unmap counts itself in before its
-//! first exchange and out after it has marked; a collection that has seen the entries empty waits for those that were
-//! in. There are two counts, of which new unmaps use one: a collection makes them use the other and waits until the
-//! first is down, so that it never waits for those that came later.
+//! Where hardware keeps dirty state, an unmap for the host takes it along, as does the write protection of a slot that
+//! becomes read-only, and only that operation knows of the write until it has marked the page. A collection must not
+//! return in between (rule 8). So such an operation counts itself in before its first exchange and out after it has
+//! marked; a collection that has seen the entries clean waits for those that were in. There are two counts, of which new
+//! operations use one: a collection makes them use the other and waits until the first is down, so that it never waits
+//! for those that came later.
 
 use slat::Machine;
 
