@@ -68,8 +68,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// dirty state and invalidates once. With [`LogMode::Ring`], those that no vCPU has written.
     ///
     /// # Errors
-    /// [`LogError::Ring`] for rings without a backup bitmap; [`LogError::NoSlot`], [`LogError::NotEnabled`], [`LogError::BitmapLength`] unless the bitmap has exactly one bit
-    /// a page, rounded up to words: nothing was taken. [`LogError::Gone`] if the log is disabled, or its slot
+    /// [`LogError::Ring`] for rings without a backup bitmap; [`LogError::NoSlot`], [`LogError::NotEnabled`],
+    /// [`LogError::BitmapLength`] unless the bitmap has exactly one bit a page, rounded up to words: nothing was taken. [`LogError::Gone`] if the log is disabled, or its slot
     /// moved or deleted, meanwhile: what the bitmap says is true, and a slot that moved reports it again.
     /// [`LogError::OtherMachine`].
     pub fn dirty_log(
@@ -83,8 +83,12 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         if bitmap.len() != words {
             return Err(LogError::BitmapLength { words });
         }
-        match subject.mode {
-            LogMode::Protect => self.take_and_protect(worker, &subject, bitmap)?,
+        if !matches!(subject.mode, LogMode::Manual { .. }) {
+            // What is handed back when the log goes away is what was taken, and nothing that stood here before.
+            bitmap.fill(0);
+        }
+        let collected = match subject.mode {
+            LogMode::Protect => self.take_and_protect(worker, &subject, bitmap),
             LogMode::Manual { .. } => {
                 let mut pages = 0;
                 self.in_pins(worker, &subject, 0, bitmap, |slot, word, out| {
@@ -93,13 +97,14 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
                 })?;
                 return Ok(pages);
             }
-            LogMode::Hardware => self.harvest(worker, &subject, bitmap)?,
-            LogMode::Ring { backup: true } => {
-                bitmap.fill(0);
-                self.take_rest(worker, &subject, bitmap)?;
-            }
-            LogMode::Ring { backup: false } => return Err(LogError::Ring),
+            LogMode::Hardware => self.harvest(worker, &subject, bitmap),
+            LogMode::Ring { backup: true } => self.take_rest(worker, &subject, bitmap),
+            LogMode::Ring { backup: false } => Err(LogError::Ring),
+        };
+        if collected == Err(LogError::Gone) {
+            self.hand_back(worker, &subject, bitmap)?;
         }
+        collected?;
         let pages = count(bitmap);
         worker.statistics.collected += pages;
         Ok(pages)
@@ -128,11 +133,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             }
             Ok(protector.finish()?)
         });
-        let closed = self.close(worker, subject, subject.range, protected);
-        if closed == Err(LogError::Gone) {
-            self.hand_back(worker, subject, bitmap)?;
-        }
-        closed
+        self.close(worker, subject, subject.range, protected)
     }
 
     /// What was taken out of a log that has gone goes into the one that its slot has now, if it moved and took it along.
@@ -171,7 +172,6 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         subject: &Subject,
         bitmap: &mut [u64],
     ) -> Result<(), LogError> {
-        bitmap.fill(0);
         let start = subject.range.start().0;
         let moving = self.transit.enter();
         for tree in self.trees(subject.id.space) {
