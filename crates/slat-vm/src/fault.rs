@@ -109,7 +109,7 @@ impl<'m, M: Machine> Hands<'m, M> {
             return Ok(Exit::Abort(Abort::AddressSize { limit }));
         }
         match fault.kind {
-            FaultKind::AccessFlag => {
+            FaultKind::AccessFlag if purpose.private.is_none() => {
                 if let Some(exit) = self.set_young(vm, fault)? {
                     return Ok(exit);
                 }

@@ -87,6 +87,24 @@ fn an_access_that_takes_the_page_for_the_other_kind_is_an_exit() {
 }
 
 #[test]
+fn an_old_page_that_is_taken_for_the_other_kind_is_an_exit_too() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = private_vm(&machine, Backing::Anonymous);
+    let mut guest = Guest::new(&vm, 0);
+    guest.write(5 * PAGE, 1);
+    vm.clear_young(&mut worker, range(0, SIZE)).unwrap();
+    let gpa = Gpa(5 * PAGE);
+    let fault = Fault { gpa, access: Access::Read, kind: FaultKind::AccessFlag };
+    let convert = Exit::Convert { gpa, private: true };
+    assert_eq!(guest.vcpu.fault_in(&vm, fault, true), Ok(convert));
+    assert_eq!(vm.test_young(&mut worker, range(0, SIZE)), Ok(0));
+    assert_eq!(guest.vcpu.fault_in(&vm, fault, false), Ok(Exit::Resume));
+    assert_eq!(vm.test_young(&mut worker, range(0, SIZE)), Ok(1));
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
 fn a_conversion_between_the_hosts_answer_and_the_install_wins() {
     let machine = Watched::new(1);
     let (vm, mut worker) = private_vm(&machine, Backing::Anonymous);
