@@ -16,7 +16,7 @@ use proptest_state_machine::ReferenceStateMachine;
 
 use slat::{Gpa, GpaRange};
 use slat_model::Backing;
-use slat_vm::{Access, Hva, LogMode, SlotConfig};
+use slat_vm::{Access, Hva, LogMode, SlotConfig, SlotId};
 
 use reference::judge;
 use reference::operation::{Numbers, Operation, Setup};
@@ -58,14 +58,14 @@ impl ReferenceStateMachine for Machine {
     type Transition = Operation;
 
     fn init_state() -> BoxedStrategy<Self::State> {
-        let setup = vec(ANY, 5).prop_map(|numbers| Setup::choose(&mut chosen(numbers)));
+        let setup = vec(ANY, 7).prop_map(|numbers| Setup::choose(&mut chosen(numbers)));
         setup.prop_map(|setup| State { setup, reference: setup.reference() }).boxed()
     }
 
     fn transitions(state: &State) -> BoxedStrategy<Operation> {
         let reference = state.reference.clone();
         let operation = move |numbers| Operation::choose(&reference, &mut chosen(numbers));
-        vec(ANY, 16).prop_map(operation).boxed()
+        vec(ANY, 20).prop_map(operation).boxed()
     }
 
     fn apply(mut state: State, operation: &Operation) -> State {
@@ -109,10 +109,15 @@ const SMALL: Setup = Setup {
     eager: false,
     coherent_instructions: false,
     hardware_marks: false,
+    spaces: 1,
+    around: 1,
 };
 
+/// The slot of the tests below.
+const ID: SlotId = SlotId { space: 0, number: 0 };
+
 fn slot(gpa: u64, pages: u64) -> Operation {
-    Operation::Create { id: 0, config: SlotConfig::new(Gpa(gpa), pages << 12, Hva(0)) }
+    Operation::Create { id: ID, config: SlotConfig::new(Gpa(gpa), pages << 12, Hva(0)) }
 }
 
 fn holds(setup: &Setup, operations: &[Operation]) {
@@ -122,21 +127,20 @@ fn holds(setup: &Setup, operations: &[Operation]) {
 #[test]
 fn pages_that_are_mapped_ahead_are_no_faults() {
     let range = GpaRange::new(Gpa(0x40_0000), 3 << 12).unwrap();
-    holds(&SMALL, &[slot(0x40_0000, 4), Operation::PreFault { cpu: 0, range }]);
+    holds(&SMALL, &[slot(0x40_0000, 4), Operation::PreFault { cpu: 0, space: 0, range }]);
 }
 
 #[test]
 fn an_old_page_that_may_not_be_written_becomes_young_before_the_write_is_refused() {
     let Operation::Create { id, config } = slot(0, 1) else { unreachable!() };
     let config = SlotConfig { read_only: true, ..config };
-    let range = GpaRange::new(Gpa(0), 1 << 12).unwrap();
     holds(
         &SMALL,
         &[
             Operation::Create { id, config },
-            Operation::Access { cpu: 0, gpa: 0, access: Access::Read },
-            Operation::Age { range, clear: true },
-            Operation::Access { cpu: 1, gpa: 0, access: Access::Write },
+            Operation::Access { cpu: 0, at: (0, 0), access: Access::Read },
+            Operation::Age { range: Taken::Guest(0, 1 << 12), clear: true },
+            Operation::Access { cpu: 1, at: (0, 0), access: Access::Write },
         ],
     );
 }
@@ -148,10 +152,10 @@ fn dirty_state_of_a_page_that_goes_is_in_the_backup_of_a_ring() {
         &setup,
         &[
             slot(0, 4),
-            Operation::Enable { id: 0, mode: LogMode::Ring { backup: true } },
-            Operation::Access { cpu: 0, gpa: 0, access: Access::Write },
+            Operation::Enable { id: ID, mode: LogMode::Ring { backup: true } },
+            Operation::Access { cpu: 0, at: (0, 0), access: Access::Write },
             Operation::Begin { ranges: vec![Taken::Guest(0, 8)] },
-            Operation::Collect { id: 0, words: 1 },
+            Operation::Collect { id: ID, words: 1 },
             Operation::Rings,
         ],
     );

@@ -1,51 +1,68 @@
 //! Accesses and faults: what they do to pages, and what they answer.
 
 use super::*;
+use host::Answer;
+
+/// How a page is asked for.
+#[derive(Clone, Copy)]
+struct Asked {
+    /// There is a fault; otherwise there may be none.
+    certain: bool,
+    /// By nobody who has used it.
+    ahead: bool,
+    /// As one that is private, or shared, if hardware says so.
+    private: Option<bool>,
+}
+
+/// By a fault.
+const FAULT: Asked = Asked { certain: true, ahead: false, private: None };
+/// Before any.
+const AHEAD: Asked = Asked { ahead: true, ..FAULT };
 
 impl Reference {
-    pub(super) fn access(&mut self, gpa: u64, access: Access) -> Outcome {
-        let page = self.page_at(gpa);
+    pub(super) fn access(&mut self, at: At, access: Access) -> Outcome {
+        let page = self.page_at(at);
         let permitted = page.is_some_and(|page| page.least & right(access) != 0);
         // Also where it is permitted there can be a fault: a CPU need not know of a right that was added.
-        let result = self.fault(gpa, access, !permitted, YOUNG);
-        self.use_leaf(gpa);
+        let result = self.fault(at, access, Asked { certain: !permitted, ..FAULT });
+        self.use_leaf(at);
         if result != Ok(Exit::Resume) {
             return Outcome::Exit(result);
         }
-        let hva = self.slot_at(gpa).map_or(0, |id| self.slots[&id].hva(gpa));
+        let hva = self.slot_at(at).map_or(0, |id| self.slots[&id].hva(at.1));
         if access == Access::Write {
             self.stores += 1;
             self.contents.insert(hva, self.stores);
-            self.mark_by_hardware(gpa);
+            self.mark_by_hardware(at);
         }
         Outcome::Value(self.contents.get(&hva).copied().unwrap_or(0))
     }
 
     /// The leaf that was written is dirty as a whole.
-    pub(super) fn mark_by_hardware(&mut self, gpa: u64) {
-        let around = block(gpa, self.reach());
-        let written = gpa & !(self.shape.page - 1);
-        let id = self.slot_at(gpa).expect("in a slot");
+    fn mark_by_hardware(&mut self, at: At) {
+        let around = block(at.1, self.reach());
+        let written = at.1 & !(self.shape.page - 1);
+        let id = self.slot_at(at).expect("in a slot");
         let marks = self.shape.hardware_marks;
         let slot = self.slots.get_mut(&id).expect("found");
         let counts = slot.hardware_logs();
-        for (at, page) in
+        for (gpa, page) in
             (slot.config.gpa.0..).step_by(self.shape.page as usize).zip(&mut slot.pages)
         {
-            page.dirty |= counts && at == written;
-            page.told |= marks && around.contains(&at) && page.most & READ != 0;
+            page.dirty |= counts && gpa == written;
+            page.told |= marks && around.contains(&gpa) && page.most & READ != 0;
         }
     }
 
     /// A leaf that can be used becomes young as a whole.
-    pub(super) fn use_leaf(&mut self, gpa: u64) {
-        let Some(id) = self.slot_at(gpa) else { return };
-        let around = block(gpa, self.reach());
+    fn use_leaf(&mut self, at: At) {
+        let Some(id) = self.slot_at(at) else { return };
+        let around = block(at.1, self.reach());
         let slot = self.slots.get_mut(&id).expect("found");
-        for (at, page) in
+        for (gpa, page) in
             (slot.config.gpa.0..).step_by(self.shape.page as usize).zip(&mut slot.pages)
         {
-            if around.contains(&at) && page.most & READ != 0 {
+            if around.contains(&gpa) && page.most & READ != 0 {
                 page.most |= YOUNG;
             }
         }
@@ -57,96 +74,154 @@ impl Reference {
         blocks.copied().find(|&size| size <= self.host.unit).unwrap_or(self.shape.page)
     }
 
-    /// A fault that says of itself what it is.
-    pub(super) fn reported(&mut self, fault: &Fault) -> Result<Exit, FaultError> {
-        let mapped = self.page_at(fault.gpa.0).is_some_and(|page| page.least & READ != 0);
-        if fault.kind == FaultKind::AccessFlag && mapped {
+    /// A fault that says of itself what it is, and perhaps what the page is taken for.
+    pub(super) fn reported(
+        &mut self,
+        space: u16,
+        fault: &Fault,
+        private: Option<bool>,
+    ) -> Result<Exit, FaultError> {
+        let at = (space, fault.gpa.0);
+        let mapped = self.page_at(at).is_some_and(|page| page.least & READ != 0);
+        if fault.kind == FaultKind::AccessFlag && mapped && private.is_none() {
             // Nothing was wrong but the flag; what else is wrong will fault again.
-            self.use_leaf(fault.gpa.0);
+            self.use_leaf(at);
             return Ok(Exit::Resume);
         }
-        let result = self.fault(fault.gpa.0, fault.access, true, YOUNG);
+        let result = self.fault(at, fault.access, Asked { private, ..FAULT });
         if result == Ok(Exit::Resume) {
-            self.use_leaf(fault.gpa.0);
+            self.use_leaf(at);
         }
         result
     }
 
-    /// Unless the fault is `certain`, it may be that there is none.
-    pub(super) fn fault(
-        &mut self,
-        gpa: u64,
-        access: Access,
-        certain: bool,
-        young: Rights,
-    ) -> Result<Exit, FaultError> {
+    fn fault(&mut self, at: At, access: Access, asked: Asked) -> Result<Exit, FaultError> {
         let limit = Gpa(self.shape.limit);
-        let (at, write) = (Gpa(gpa), access == Access::Write);
-        if at >= limit {
+        let (gpa, write) = (Gpa(at.1), access == Access::Write);
+        if gpa >= limit {
             return Ok(Exit::Abort(Abort::AddressSize { limit }));
         }
-        let mmio = |slot| Ok(Exit::Mmio(Mmio { gpa: at, access, slot }));
-        let Some(id) = self.slot_at(gpa) else { return mmio(None) };
+        let mmio = |slot| Ok(Exit::Mmio(Mmio { gpa, access, slot }));
+        let Some(id) = self.slot_at(at) else { return mmio(None) };
         let slot = &self.slots[&id];
-        let (hva, read_only, logged) = (slot.hva(gpa), slot.config.read_only, slot.logs());
-        let slot_marks = slot.hardware_logs();
+        let before = *slot.page(at.1);
+        if let Some(private) = asked.private.filter(|&private| private != before.private) {
+            return Ok(Exit::Convert { gpa, private });
+        }
+        let (hva, read_only) = (slot.hva(at.1), slot.config.read_only);
         if write && read_only {
-            return mmio(Some(ReadOnly { id: id.into(), hva: Hva(hva) }));
+            return mmio(Some(ReadOnly { id, hva: Hva(hva) }));
         }
         let answer = match self.host.page(hva, access) {
             Ok(answer) => answer,
             Err(HostError::Again) => return Ok(Exit::Retry),
-            Err(error) => return Err(FaultError::Host { gpa: at, hva: Hva(hva), error }),
+            Err(error) => return Err(FaultError::Host { gpa, hva: Hva(hva), error }),
         };
         if answer.device && access == Access::Execute {
             return Ok(Exit::Abort(Abort::ExecuteDevice));
         }
-        if self.taken_back(gpa, self.shape.page) {
+        if self.taken_back(at, self.shape.page) {
             return Ok(Exit::Retry);
         }
-        let protects = logged && !slot_marks;
-        let writable = answer.writable && !read_only && (write || !protects);
-        let executable =
-            !answer.device && (access == Access::Execute || self.shape.coherent_instructions);
-        let rights =
-            READ | young | if writable { WRITE } else { 0 } | if executable { EXECUTE } else { 0 };
-        // Hardware's log keeps its pages also when their slot has become read-only.
-        let small = logged || slot.log == Some(LogMode::Hardware) || answer.device;
-        let largest = if small { self.shape.page } else { self.largest_leaf(gpa) };
-        let size = if self.taken_back(gpa, largest) { self.shape.page } else { largest };
-        self.map(gpa, size, rights, certain);
+        let protects = slot.protects();
+        let size = self.wanted(at);
+        self.map(at, size, self.rights(slot, answer, access, asked.ahead), asked.certain);
         if protects && write {
-            self.page_at_mut(gpa).expect("in a slot").dirty = true;
+            self.page_at_mut(at).expect("in a slot").dirty = true;
+        }
+        if size == self.shape.page && !asked.ahead && !(protects && write) {
+            let unmapped = before.most & READ == 0;
+            self.map_around(at, asked.certain && unmapped);
         }
         Ok(Exit::Resume)
     }
 
-    /// What a fault at `gpa` does to the pages of a leaf.
-    pub(super) fn map(&mut self, gpa: u64, size: u64, rights: Rights, certain: bool) {
+    /// The size of the leaf that a fault installs, if nothing is in the way.
+    fn wanted(&self, at: At) -> u64 {
+        let slot = &self.slots[&self.slot_at(at).expect("in a slot")];
+        let answer = self.host.page(slot.hva(at.1), Access::Read);
+        // Hardware's log keeps its pages also when their slot has become read-only.
+        let logged = slot.logs() || slot.log == Some(LogMode::Hardware);
+        let small = logged || answer.is_ok_and(|answer| answer.device);
+        let largest = if small { self.shape.page } else { self.largest_leaf(at) };
+        if self.taken_back(at, largest) { self.shape.page } else { largest }
+    }
+
+    /// What a page permits that was mapped for an access, or ahead of any.
+    fn rights(&self, slot: &Slot, answer: Answer, access: Access, ahead: bool) -> Rights {
+        let writable = answer.writable && !slot.config.read_only;
+        let write = writable && (access == Access::Write || !slot.protects());
+        let execute = access == Access::Execute || self.shape.coherent_instructions;
+        // Hardware marks a page when somebody uses it.
+        let young = !ahead || !self.shape.hardware_marks;
+        let right = |right, is: bool| if is { right } else { 0 };
+        READ | right(WRITE, write) | right(EXECUTE, execute && !answer.device) | right(YOUNG, young)
+    }
+
+    /// What a fault does to the pages of a leaf.
+    fn map(&mut self, at: At, size: u64, rights: Rights, certain: bool) {
         let page = self.shape.page;
         let largest = *self.shape.blocks.last().expect("there are blocks");
         // Tables that are left of what was there can be in the way of all but the smallest blocks.
-        let fresh = self.used.insert(gpa / largest);
+        let fresh = self.used.insert((at.0, at.1 / largest));
         if size == page {
-            let page = self.page_at_mut(gpa).expect("in a slot");
+            let page = self.page_at_mut(at).expect("in a slot");
             page.most |= rights;
             page.least |= if certain { rights } else { 0 };
             return;
         }
-        let sure = if fresh { size } else { self.shape.blocks[0] };
-        for at in block(gpa, size).step_by(page as usize) {
-            let found = self.page_at_mut(at).expect("leaves lie in slots");
+        let sure = block(at.1, if fresh { size } else { self.shape.blocks[0] });
+        let id = self.slot_at(at).expect("in a slot");
+        let slot = self.slots.get_mut(&id).expect("found");
+        let leaf = block(at.1, size);
+        let first = (leaf.start - slot.config.gpa.0) / page;
+        let pages = slot.pages[first as usize..].iter_mut();
+        for (gpa, found) in leaf.step_by(page as usize).zip(pages) {
             found.most |= rights;
             // Smaller leaves that were there lose what the fault did not ask for.
-            let fixed = certain && block(gpa, sure).contains(&at);
+            let fixed = certain && sure.contains(&gpa);
             found.least = if fixed { rights } else { found.least & rights };
         }
     }
 
+    /// With a page its window is mapped: in both directions, up to what the host has not at hand or what is of the
+    /// other kind. What is mapped already stays as it is.
+    fn map_around(&mut self, at: At, certain: bool) {
+        let page = self.shape.page;
+        let slot = &self.slots[&self.slot_at(at).expect("in a slot")];
+        let window = block(at.1, self.shape.around);
+        let (start, end) = (slot.range().start().0, slot.range().end().0);
+        let (start, end) = (window.start.max(start), window.end.min(end));
+        let pages: Vec<_> = (start..end).step_by(page as usize).collect();
+        // What is taken back, or private somewhere, may end it before.
+        let taken = pages.iter().any(|&gpa| self.taken_back((at.0, gpa), page));
+        let certain = certain && !taken && slot.config.private.is_none();
+        let kind = slot.page(at.1).private;
+        let mut mapped = Vec::new();
+        let mut map = |gpa: u64| {
+            let answer = self.host.page(slot.hva(gpa), Access::Read).ok();
+            let found = slot.page(gpa);
+            if found.most & READ != 0 {
+                return Some(());
+            }
+            let answer = answer.filter(|answer| !answer.device && found.private == kind)?;
+            mapped.push((gpa, self.rights(slot, answer, Access::Read, true)));
+            Some(())
+        };
+        let (before, after) = pages.split_at(pages.partition_point(|&gpa| gpa + page <= at.1));
+        let _ = after[1..].iter().try_for_each(|&gpa| map(gpa));
+        let _ = before.iter().rev().try_for_each(|&gpa| map(gpa));
+        for (gpa, rights) in mapped {
+            let found = self.page_at_mut((at.0, gpa)).expect("in a slot");
+            found.most |= rights;
+            found.least |= if certain { rights } else { 0 };
+        }
+    }
+
     /// The largest leaf that slot and host allow at an address of a slot.
-    pub(super) fn largest_leaf(&self, gpa: u64) -> u64 {
-        let slot = &self.slots[&self.slot_at(gpa).expect("in a slot")];
-        self.largest_up_to(slot.config.max_page_size.unwrap_or(u64::MAX), slot, gpa)
+    fn largest_leaf(&self, at: At) -> u64 {
+        let slot = &self.slots[&self.slot_at(at).expect("in a slot")];
+        self.largest_up_to(slot.config.max_page_size.unwrap_or(u64::MAX), slot, at.1)
     }
 
     pub(super) fn largest_up_to(&self, max: u64, slot: &Slot, gpa: u64) -> u64 {
@@ -156,23 +231,28 @@ impl Reference {
         let mut allowed = sizes.filter(|&size| {
             let range = block(gpa, size);
             let inside = slot.range().start().0 <= range.start && range.end <= slot.range().end().0;
-            size <= max && congruent.is_multiple_of(size) && inside
+            let kind = |at: u64| slot.page(at).private == slot.page(gpa).private;
+            size <= max
+                && congruent.is_multiple_of(size)
+                && inside
+                && (slot.config.private.is_none()
+                    || range.step_by(self.shape.page as usize).all(kind))
         });
         allowed.next().unwrap_or(self.shape.page)
     }
 
-    pub(super) fn look_up(&self, gpa: u64) -> Result<(u64, bool), LookUpError> {
+    pub(super) fn look_up(&self, at: At) -> Result<(u64, bool), LookUpError> {
         let limit = Gpa(self.shape.limit);
-        if Gpa(gpa) >= limit {
+        if Gpa(at.1) >= limit {
             return Err(LookUpError::OutOfRange { limit });
         }
-        let page = self.page_at(gpa).filter(|page| page.least & READ != 0);
+        let page = self.page_at(at).filter(|page| page.least & READ != 0);
         let rights = page.ok_or(LookUpError::NotMapped)?.least;
-        let place = self.place(gpa).expect("what is mapped has a place");
+        let place = self.place(at).expect("what is mapped has a place");
         Ok((place, rights & WRITE != 0))
     }
 
-    pub(super) fn pre_fault(&mut self, range: GpaRange) -> PreFault {
+    pub(super) fn pre_fault(&mut self, space: u16, range: GpaRange) -> PreFault {
         let (granule, limit) = (self.shape.page, Gpa(self.shape.limit));
         let (start, end) = (range.start().0, range.end().0);
         let stop = |at, stopped| {
@@ -182,16 +262,34 @@ impl Reference {
         if (start | end) % granule != 0 || range.end() > limit {
             return stop(start, Some(PreFaultError::Range { granule, limit }));
         }
-        // Nobody has used the page yet.
-        let young = if self.shape.hardware_marks { 0 } else { YOUNG };
-        for at in (start..end).step_by(granule as usize) {
-            match self.fault(at, Access::Read, true, young) {
-                Ok(Exit::Resume) => {}
-                Ok(Exit::Mmio(_)) => return stop(at, Some(PreFaultError::NoSlot)),
-                Ok(_) => return stop(at, Some(PreFaultError::Busy)),
-                Err(error) => return stop(at, Some(PreFaultError::Fault(error))),
+        let Err((at, result)) = self.map_ahead(space, start..end, Access::Read) else {
+            return stop(end, None);
+        };
+        stop(
+            at,
+            Some(match result {
+                Ok(Exit::Mmio(_)) => PreFaultError::NoSlot,
+                Ok(_) => PreFaultError::Busy,
+                Err(error) => PreFaultError::Fault(error),
+            }),
+        )
+    }
+
+    /// Maps what nobody has used yet; otherwise, how the first page that cannot be mapped would have faulted.
+    pub(super) fn map_ahead(
+        &mut self,
+        space: u16,
+        range: std::ops::Range<u64>,
+        access: Access,
+    ) -> Result<(), (u64, Result<Exit, FaultError>)> {
+        let mut gpa = range.start;
+        while gpa < range.end {
+            let result = self.fault((space, gpa), access, AHEAD);
+            if result != Ok(Exit::Resume) {
+                return Err((gpa, result));
             }
+            gpa = block(gpa, self.wanted((space, gpa)).min(self.shape.blocks[0])).end;
         }
-        stop(end, None)
+        Ok(())
     }
 }

@@ -82,4 +82,8 @@ impl Host for SharedHost {
         let page = self.memory.page(target as u64 * answers.unit).expect("a unit of the memory");
         Ok(HostPage { output: Hpa(page.hpa.0), size: answers.unit, writable, device })
     }
+
+    fn present(&self, hva: Hva) -> Option<HostPage> {
+        self.page(hva, Access::Read).ok()
+    }
 }

@@ -1,17 +1,20 @@
 //! Does operations on the machine and on the reference, and compares everything.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use slat::format::arm::{Granule, K4, K16, K64, Stage2};
 use slat::{Execute, Gpa, GpaRange, Lookup};
 use slat_model::{Cpu, Model, Registers};
-use slat_vm::{Access, Exit, Fault, FaultKind, Guard, Hva, HvaRange, Vcpu, Vm, VmOptions, Worker};
+use slat_vm::{
+    Access, Exit, Fault, FaultKind, Guard, Hva, HvaRange, MonitorLog, SlotId, Vcpu, Vm, VmOptions,
+    Worker,
+};
 
 use super::host::{Answers, SharedHost};
 use super::operation::{CPUS, Operation, Setup};
-use super::{EXECUTE, Leaf, Outcome, READ, Reference, Shape, Taken, WRITE, YOUNG};
+use super::{At, EXECUTE, Leaf, Outcome, READ, Reference, Shape, Taken, WRITE, YOUNG};
 
 /// A fault may find that another CPU has been there before, and then take what was missing.
 const FAULTS: usize = 3;
@@ -26,11 +29,13 @@ impl Setup {
             _ => &[512 << 20],
         };
         let shape = Shape {
+            spaces: self.spaces,
             page,
             blocks: sizes.to_vec(),
             limit: 1 << 40,
             coherent_instructions: self.coherent_instructions,
             hardware_marks: self.hardware_marks,
+            around: page * u64::from(self.around),
         };
         let unit = match self.backing {
             slat_model::Backing::AnonymousHugetlb { page_size } => page_size,
@@ -69,18 +74,24 @@ fn run_on<G: Granule>(setup: &Setup, mut next: impl FnMut(&Reference) -> Option<
         eager_split: setup.eager.then_some(reference.shape.blocks[0]),
         coherent_instructions: setup.coherent_instructions,
         dirty_ring: Some(256),
+        address_spaces: setup.spaces,
+        fault_around: setup.around,
         ..VmOptions::default()
     };
     let format = Stage2::<G>::new(40).unwrap().with_hardware_dirty(setup.hardware_marks);
     {
         let vm = Vm::new(&model, host.clone(), format, 7, options).unwrap();
-        let registers = Registers { vttbr: vm.tree().root_register(), vtcr: format.vtcr() };
-        let guest = |cpu| (vm.vcpu().unwrap(), model.cpu(cpu, registers).unwrap());
+        let guest = |cpu| Guest {
+            vcpu: vm.vcpu().unwrap(),
+            cpu: model.cpu(cpu, registers(&vm, 0)).unwrap(),
+            space: 0,
+        };
         let mut judge = Judge {
             worker: vm.worker().unwrap(),
             guests: (0..CPUS).map(guest).collect(),
             guards: Vec::new(),
             stored: Vec::new(),
+            monitors: BTreeMap::new(),
             model: &model,
             vm: &vm,
             host,
@@ -92,8 +103,8 @@ fn run_on<G: Granule>(setup: &Setup, mut next: impl FnMut(&Reference) -> Option<
             count += 1;
         }
         judge.guards.clear();
-        model.check_quiet(registers);
-        for (vcpu, _) in &judge.guests {
+        (0..setup.spaces).for_each(|space| model.check_quiet(registers(&vm, space)));
+        for Guest { vcpu, .. } in &judge.guests {
             let s = vcpu.statistics();
             let parts = [
                 s.fixed,
@@ -116,15 +127,39 @@ fn run_on<G: Granule>(setup: &Setup, mut next: impl FnMut(&Reference) -> Option<
 
 type TheVm<'m, G> = Vm<'m, Stage2<G>, Model, SharedHost>;
 
+fn registers<G: Granule>(vm: &TheVm<'_, G>, space: u16) -> Registers {
+    let tree = vm.tree_of(space).expect("the VM has so many");
+    Registers { vttbr: tree.root_register(), vtcr: tree.format().vtcr() }
+}
+
+/// A vCPU, and the CPU that it runs on.
+struct Guest<'m> {
+    vcpu: Vcpu<'m, Model>,
+    cpu: Cpu<'m>,
+    space: u16,
+}
+
+impl<'m> Guest<'m> {
+    fn switch<G: Granule>(&mut self, vm: &TheVm<'m, G>, space: u16) {
+        if self.space != space {
+            assert!(self.vcpu.switch_space(vm, space));
+            self.cpu.load(registers(vm, space));
+            self.space = space;
+        }
+    }
+}
+
 struct Judge<'v, 'm, G: Granule> {
     model: &'m Model,
     vm: &'v TheVm<'m, G>,
     host: SharedHost,
     worker: Worker<'m, Model>,
-    guests: Vec<(Vcpu<'m, Model>, Cpu<'m>)>,
+    guests: Vec<Guest<'m>>,
     guards: Vec<Vec<Guard<'v, Model>>>,
     /// Places that have held something.
     stored: Vec<u64>,
+    /// The bitmaps that the monitor marks.
+    monitors: BTreeMap<SlotId, MonitorLog>,
     reference: Reference,
 }
 
@@ -146,10 +181,18 @@ impl<G: Granule> Judge<'_, '_, G> {
     fn perform(&mut self, operation: &Operation) -> Outcome {
         let Self { vm, worker, .. } = self;
         match operation {
-            &Operation::Access { cpu, gpa, access } => self.access(cpu, gpa, access),
-            &Operation::Fault { cpu, fault } => Outcome::Exit(self.guests[cpu].0.fault(vm, fault)),
-            &Operation::LookUp { gpa } => {
-                let found = vm.look_up(worker.participant(), Gpa(gpa), |hpa, write| (hpa, write));
+            &Operation::Access { cpu, at, access } => self.access(cpu, at, access),
+            &Operation::Fault { cpu, space, fault, private } => {
+                let guest = &mut self.guests[cpu];
+                guest.switch(vm, space);
+                Outcome::Exit(match private {
+                    Some(private) => guest.vcpu.fault_in(vm, fault, private),
+                    None => guest.vcpu.fault(vm, fault),
+                })
+            }
+            &Operation::LookUp { at: (space, gpa) } => {
+                let used = |hpa, write| (hpa, write);
+                let found = vm.look_up_in(worker.participant(), space, Gpa(gpa), used);
                 let place = |hpa| self.host.memory.offset_of(hpa).expect("host memory");
                 Outcome::Found(found.map(|(hpa, write)| (place(hpa), write)))
             }
@@ -158,6 +201,9 @@ impl<G: Granule> Judge<'_, '_, G> {
                 Outcome::Changed(vm.change_slot(worker, id, config))
             }
             &Operation::Delete { id } => Outcome::Slot(vm.delete_slot(worker, id)),
+            &Operation::Convert { id, range, private } => {
+                Outcome::Converted(vm.set_private(worker, id, range, private))
+            }
             &Operation::Enable { id, mode } => Outcome::Log(vm.enable_log(worker, id, mode)),
             &Operation::Disable { id } => Outcome::Log(vm.disable_log(worker, id)),
             &Operation::Collect { id, words } => {
@@ -168,34 +214,71 @@ impl<G: Granule> Judge<'_, '_, G> {
                 Outcome::Cleared(vm.clear_dirty_log(worker, *id, *first, *pages, bitmap))
             }
             Operation::Rings => self.harvest(),
+            &Operation::Emulate { cpu, at: (space, gpa) } => {
+                let guest = &mut self.guests[cpu];
+                guest.switch(vm, space);
+                Outcome::Log(guest.vcpu.mark_dirty(vm, Gpa(gpa)))
+            }
+            &Operation::Mark { space, range } => Outcome::Log(vm.mark_dirty(worker, space, range)),
+            &Operation::Attach { id, pages } => {
+                let geometry = vm.tree().geometry();
+                let (page, shift) = (geometry.page_size(), geometry.page_size().ilog2());
+                let monitor = pages.map(|pages| MonitorLog::new(pages * page, shift).unwrap());
+                let attached = vm.attach_monitor(worker, id, monitor.as_ref());
+                if let (Ok(()), Some(monitor)) = (attached, monitor) {
+                    self.monitors.insert(id, monitor);
+                }
+                Outcome::Log(attached)
+            }
+            &Operation::Monitor { id, offset, bytes } => {
+                self.monitors.get(&id).inspect(|monitor| monitor.mark(offset, bytes));
+                Outcome::Done
+            }
             &Operation::Collapse { id } => Outcome::Collapsed(vm.collapse(worker, id).map(|_| ())),
             &Operation::Trim { range } => {
                 vm.trim(worker, range).unwrap();
                 Outcome::Done
             }
-            &Operation::PreFault { cpu, range } => {
-                Outcome::PreFaulted(self.guests[cpu].0.pre_fault(vm, range, || true))
+            &Operation::PreFault { cpu, space, range } => {
+                let guest = &mut self.guests[cpu];
+                guest.switch(vm, space);
+                Outcome::PreFaulted(guest.vcpu.pre_fault(vm, range, || true))
             }
-            &Operation::Age { range, clear: true } => {
-                Outcome::Aged(vm.clear_young(worker, range).unwrap())
+            &Operation::Age { range: Taken::Guest(start, end), clear } => {
+                let range = guest_range(start, end);
+                let aged = if clear {
+                    vm.clear_young(worker, range)
+                } else {
+                    vm.test_young(worker, range)
+                };
+                Outcome::Aged(aged.unwrap())
             }
-            &Operation::Age { range, clear: false } => {
-                Outcome::Aged(vm.test_young(worker, range).unwrap())
+            &Operation::Age { range: Taken::Host(start, end), clear } => {
+                let range = host_range(start, end);
+                let aged = if clear {
+                    vm.clear_host_young(worker, range)
+                } else {
+                    vm.test_host_young(worker, range)
+                };
+                Outcome::Aged(aged.unwrap())
             }
             &Operation::Split { range } => Outcome::Split(vm.split(worker, range).unwrap()),
             Operation::Begin { ranges } => {
-                let begin = |range: &Taken| match *range {
-                    Taken::Guest(start, end) => {
-                        let range = GpaRange::new(Gpa(start), end - start).unwrap();
-                        vm.invalidate_begin(worker, &[range]).unwrap()
-                    }
-                    Taken::Host(start, end) => {
-                        let range = HvaRange::new(Hva(start), end - start).unwrap();
-                        vm.invalidate_host_begin(worker, &[range]).unwrap()
-                    }
+                let mut guards = Vec::new();
+                let mut begin = |range: &Taken| {
+                    let guard = match *range {
+                        Taken::Guest(start, end) => {
+                            vm.invalidate_begin(worker, &[guest_range(start, end)])
+                        }
+                        Taken::Host(start, end) => {
+                            vm.invalidate_host_begin(worker, &[host_range(start, end)])
+                        }
+                    };
+                    guard.map(|guard| guards.push(guard))
                 };
-                self.guards.push(ranges.iter().map(begin).collect());
-                Outcome::Done
+                let begun = ranges.iter().map(&mut begin).collect();
+                self.guards.push(guards);
+                Outcome::Begun(begun)
             }
             &Operation::Back { unit, .. } => {
                 self.host.answers.lock().unwrap().clone_from(&self.reference.host);
@@ -214,17 +297,19 @@ impl<G: Granule> Judge<'_, '_, G> {
     /// Reads and resets the rings of all vCPUs.
     fn harvest(&mut self) -> Outcome {
         let mut all = BTreeSet::new();
-        for (vcpu, _) in &self.guests {
+        for Guest { vcpu, .. } in &self.guests {
             let ring = vcpu.dirty_ring().expect("every vCPU has one");
-            let pages = ring.harvest(|page| _ = all.insert((page.slot.number, page.page)));
+            let pages = ring.harvest(|page| _ = all.insert((page.slot, page.page)));
             assert_eq!(self.vm.reset_dirty_ring(&mut self.worker, &ring), Ok(pages));
             assert_eq!(ring.used(), 0);
         }
         Outcome::Harvested(all)
     }
 
-    fn access(&mut self, cpu: usize, gpa: u64, access: Access) -> Outcome {
-        let (vcpu, cpu) = &mut self.guests[cpu];
+    fn access(&mut self, cpu: usize, at: At, access: Access) -> Outcome {
+        let (space, gpa) = at;
+        self.guests[cpu].switch(self.vm, space);
+        let Guest { vcpu, cpu, .. } = &mut self.guests[cpu];
         let value = self.reference.stores;
         for _ in 0..=FAULTS {
             let result = match access {
@@ -235,7 +320,7 @@ impl<G: Granule> Judge<'_, '_, G> {
             let fault = match result {
                 Ok(value) => {
                     if access == Access::Write {
-                        self.stored.extend(self.reference.place(gpa));
+                        self.stored.extend(self.reference.place(at));
                     }
                     return Outcome::Value(value);
                 }
@@ -268,12 +353,17 @@ impl<G: Granule> Judge<'_, '_, G> {
 
     /// Everything that the tables translate, in order.
     fn leaves(&self) -> Vec<Leaf> {
-        let tree = self.vm.tree();
+        let spaces = 0..self.reference.shape.spaces;
+        spaces.flat_map(|space| self.leaves_in(space)).collect()
+    }
+
+    fn leaves_in(&self, space: u16) -> Vec<Leaf> {
+        let tree = self.vm.tree_of(space).expect("the VM has so many");
         let geometry = tree.geometry();
         let mut leaves = Vec::new();
+        let pin = self.worker.participant().pin();
         let mut at = 0;
         while at < geometry.limit().0 {
-            let pin = self.worker.participant().pin();
             at += match tree.look_up(&pin, Gpa(at)).unwrap() {
                 Lookup::Mapped { output, level, template } => {
                     let attributes = tree.attributes(template);
@@ -284,7 +374,7 @@ impl<G: Granule> Judge<'_, '_, G> {
                         | if attributes.accessed { YOUNG } else { 0 };
                     let size = geometry.size(level);
                     let place = self.host.memory.offset_of(output).expect("host memory");
-                    leaves.push(Leaf { gpa: at, size, place, rights });
+                    leaves.push(Leaf { space, gpa: at, size, place, rights });
                     size
                 }
                 Lookup::Empty { level } => geometry.size(level),
@@ -295,7 +385,9 @@ impl<G: Granule> Judge<'_, '_, G> {
     }
 
     fn compare_slots(&self) {
-        for id in 0..4 {
+        let ids = (0..self.reference.shape.spaces)
+            .flat_map(|space| (0..4).map(move |number| SlotId { space, number }));
+        for id in ids {
             let found = self.vm.slot(&self.worker, id);
             let slot = self.reference.slots.get(&id);
             assert_eq!(found.is_some(), slot.is_some(), "slot {id}");
@@ -304,9 +396,19 @@ impl<G: Granule> Judge<'_, '_, G> {
             assert_eq!((found.range, found.hva), (slot.range(), config.hva));
             assert_eq!((found.read_only, found.logged), (config.read_only, slot.log.is_some()));
             let last = Gpa(slot.range().end().0 - 1);
-            assert_eq!(self.vm.slot_at(&self.worker, 0, last), Some(found));
+            assert_eq!(self.vm.slot_at(&self.worker, id.space, last), Some(found));
+            let private = config.private.map(|_| slot.pages.last().expect("not empty").private);
+            assert_eq!(self.vm.is_private(&self.worker, id.space, last), private);
         }
     }
+}
+
+fn guest_range(start: u64, end: u64) -> GpaRange {
+    GpaRange::new(Gpa(start), end - start).expect("not empty")
+}
+
+fn host_range(start: u64, end: u64) -> HvaRange {
+    HvaRange::new(Hva(start), end - start).expect("not empty")
 }
 
 fn translate(fault: slat_model::Fault, access: Access) -> Fault {

@@ -2,14 +2,14 @@
 
 use slat::{Gpa, GpaRange};
 use slat_model::Backing;
-use slat_vm::{Access, Fault, FaultKind, HostError, Hva, LogMode, SlotConfig};
+use slat_vm::{Access, Fault, FaultKind, HostError, Hva, LogMode, SlotConfig, SlotId};
 
 use super::host::Answer;
-use super::{Reference, Slot, Taken};
+use super::{At, Reference, Slot, Taken};
 
 /// CPUs, each with a vCPU.
 pub(crate) const CPUS: usize = 2;
-/// Numbers that slots can have.
+/// Numbers that the slots of an address space can have.
 const SLOTS: u64 = 4;
 /// Invalidations in progress at once.
 const INVALIDATIONS: usize = 4;
@@ -18,37 +18,47 @@ const INVALIDATIONS: usize = 4;
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Operation {
     /// A guest's access, with its faults handled.
-    Access { cpu: usize, gpa: u64, access: Access },
-    /// A fault that no CPU has taken.
-    Fault { cpu: usize, fault: Fault },
+    Access { cpu: usize, at: At, access: Access },
+    /// A fault that no CPU has taken, and what hardware says that its page is taken for.
+    Fault { cpu: usize, space: u16, fault: Fault, private: Option<bool> },
     /// The guest's memory seen from the hypervisor.
-    LookUp { gpa: u64 },
+    LookUp { at: At },
     /// A new slot.
-    Create { id: u32, config: SlotConfig },
+    Create { id: SlotId, config: SlotConfig },
     /// Another configuration for a slot.
-    Change { id: u32, config: SlotConfig },
+    Change { id: SlotId, config: SlotConfig },
     /// No slot any more.
-    Delete { id: u32 },
+    Delete { id: SlotId },
+    /// Pages become private, or shared.
+    Convert { id: SlotId, range: GpaRange, private: bool },
     /// A dirty log begins.
-    Enable { id: u32, mode: LogMode },
+    Enable { id: SlotId, mode: LogMode },
     /// It ends.
-    Disable { id: u32 },
+    Disable { id: SlotId },
     /// Its bits, into so many words.
-    Collect { id: u32, words: usize },
+    Collect { id: SlotId, words: usize },
     /// Some of its pages can be copied now.
-    Clear { id: u32, first: u64, pages: u64, bitmap: Vec<u64> },
+    Clear { id: SlotId, first: u64, pages: u64, bitmap: Vec<u64> },
     /// What is in the dirty rings is read, and can be copied now.
     Rings,
+    /// A vCPU has written without its translation.
+    Emulate { cpu: usize, at: At },
+    /// Somebody else has.
+    Mark { space: u16, range: GpaRange },
+    /// The monitor has a new bitmap for a slot of so many pages, or none any more.
+    Attach { id: SlotId, pages: Option<u64> },
+    /// It has written to the slot's memory.
+    Monitor { id: SlotId, offset: u64, bytes: u64 },
     /// Blocks become pages.
     Split { range: GpaRange },
     /// Pages become blocks.
-    Collapse { id: u32 },
+    Collapse { id: SlotId },
     /// Empty tables go.
     Trim { range: GpaRange },
     /// Pages are mapped ahead.
-    PreFault { cpu: usize, range: GpaRange },
+    PreFault { cpu: usize, space: u16, range: GpaRange },
     /// Which leaves were used?
-    Age { range: GpaRange, clear: bool },
+    Age { range: Taken, clear: bool },
     /// The host begins to take pages back.
     Begin { ranges: Vec<Taken> },
     /// The host backs a unit of its addresses by something else.
@@ -67,6 +77,10 @@ pub(crate) struct Setup {
     pub(crate) eager: bool,
     pub(crate) coherent_instructions: bool,
     pub(crate) hardware_marks: bool,
+    /// Address spaces.
+    pub(crate) spaces: u16,
+    /// Pages that are mapped with one of them.
+    pub(crate) around: u32,
 }
 
 /// A source of numbers below a bound. Small ones stand for what is simple.
@@ -99,7 +113,8 @@ impl Setup {
         // A block of 1 GiB in pages is more than a test should look at.
         let eager = eager && backing != huge(1 << 30);
         let hardware_marks = numbers.flag();
-        Self { page_shift, backing, eager, coherent_instructions, hardware_marks }
+        let (spaces, around) = (numbers.one_of(&[1, 2]), numbers.one_of(&[1, 1, 16, 128]));
+        Self { page_shift, backing, eager, coherent_instructions, hardware_marks, spaces, around }
     }
 }
 
@@ -110,21 +125,20 @@ impl Operation {
         let any = |_: &Slot| true;
         let logged = |slot: &Slot| slot.log.is_some();
         let kind =
-            if reference.slots.is_empty() { 10 + numbers.below(8) } else { numbers.below(46) };
+            if reference.slots.is_empty() { 10 + numbers.below(8) } else { numbers.below(56) };
         match kind {
-            0..10 => {
-                Self::Access { cpu, gpa: address(reference, numbers), access: access(numbers) }
-            }
+            0..10 => Self::Access { cpu, at: address(reference, numbers), access: access(numbers) },
             10..15 => {
-                Self::Create { id: numbers.below(SLOTS) as u32, config: config(reference, numbers) }
+                Self::Create { id: id(reference, numbers), config: config(reference, numbers) }
             }
-            15 => {
-                let (gpa, access) = (Gpa(address(reference, numbers)), access(numbers));
+            15 | 46 => {
+                let ((space, gpa), access) = (address(reference, numbers), access(numbers));
                 let kinds = [FaultKind::Translation, FaultKind::Permission, FaultKind::AccessFlag];
-                let kind = numbers.one_of(&kinds);
-                Self::Fault { cpu, fault: Fault { gpa, access, kind } }
+                let fault = Fault { gpa: Gpa(gpa), access, kind: numbers.one_of(&kinds) };
+                let private = numbers.one_of(&[None, Some(false), Some(true)]);
+                Self::Fault { cpu, space, fault, private }
             }
-            16 => Self::LookUp { gpa: address(reference, numbers) },
+            16 => Self::LookUp { at: address(reference, numbers) },
             17 => Self::Delete { id: slot(reference, any, numbers) },
             18..22 => {
                 let id = slot(reference, |slot| slot.log.is_none(), numbers);
@@ -143,7 +157,7 @@ impl Operation {
                 let id = slot(reference, logged, numbers);
                 clear(reference, id, numbers)
             }
-            31 => Self::Split { range: stretch(reference, numbers) },
+            31 => Self::Split { range: stretch(reference, numbers).1 },
             32..34 if reference.invalidations.len() < INVALIDATIONS => {
                 let ranges = if numbers.flag() { 2 } else { 1 };
                 Self::Begin { ranges: (0..ranges).map(|_| taken(reference, numbers)).collect() }
@@ -154,14 +168,37 @@ impl Operation {
                 Self::Change { id, config: changed(old, config(reference, numbers), numbers) }
             }
             39 | 40 => Self::Collapse { id: slot(reference, |slot| slot.log.is_none(), numbers) },
-            41 => Self::Trim { range: stretch(reference, numbers) },
+            41 => Self::Trim { range: stretch(reference, numbers).1 },
             // Where it can only wait, mapping ahead tries for long.
-            42 if may_map(reference) => Self::PreFault {
-                cpu,
-                range: whole(reference, stretch(reference, numbers), numbers),
-            },
-            43 => Self::Age { range: stretch(reference, numbers), clear: numbers.flag() },
+            42 if may_map(reference) => {
+                let (space, range) = stretch(reference, numbers);
+                Self::PreFault { cpu, space, range: whole(reference, range, numbers) }
+            }
+            43 => Self::Age { range: taken(reference, numbers), clear: numbers.flag() },
             44 => Self::Rings,
+            47..50 => {
+                let id = slot(reference, |slot| slot.config.private.is_some(), numbers);
+                let (_, range) = stretch(reference, numbers);
+                let range = inside(reference, id, whole(reference, range, numbers));
+                Self::Convert { id, range, private: !numbers.flag() }
+            }
+            50 => {
+                let id = slot(reference, any, numbers);
+                let pages = reference.slots.get(&id).map_or(3, |slot| slot.pages.len() as u64);
+                let pages = numbers.one_of(&[Some(pages), Some(pages), Some(pages + 1), None]);
+                Self::Attach { id, pages }
+            }
+            51..53 => {
+                let id = slot(reference, |slot| slot.monitor, numbers);
+                let page = reference.shape.page;
+                let offset = numbers.below(130) * page + numbers.below(page);
+                Self::Monitor { id, offset, bytes: numbers.one_of(&[8, 0, page, 70 * page]) }
+            }
+            53 => Self::Emulate { cpu, at: address(reference, numbers) },
+            54 => {
+                let (space, range) = stretch(reference, numbers);
+                Self::Mark { space, range }
+            }
             34..36 => change(reference, numbers),
             _ => {
                 let invalidation = reference.invalidations.len() as u64;
@@ -171,12 +208,20 @@ impl Operation {
     }
 }
 
-/// The number of a slot that `fits`, mostly.
-fn slot(reference: &Reference, fits: impl Fn(&Slot) -> bool, numbers: &mut impl Numbers) -> u32 {
+/// The name of a slot, there or not, and seldom of one that cannot be.
+fn id(reference: &Reference, numbers: &mut impl Numbers) -> SlotId {
+    let number = numbers.below(SLOTS) as u32;
+    let spaces = reference.shape.spaces;
+    let space = if numbers.below(64) == 63 { spaces } else { numbers.below(spaces.into()) as u16 };
+    SlotId { space, number }
+}
+
+/// The name of a slot that `fits`, mostly.
+fn slot(reference: &Reference, fits: impl Fn(&Slot) -> bool, numbers: &mut impl Numbers) -> SlotId {
     let fitting = reference.slots.iter().filter(|(_, slot)| fits(slot)).map(|(&id, _)| id);
     let fitting: Vec<_> = fitting.collect();
     if fitting.is_empty() || numbers.below(16) == 15 {
-        return numbers.below(SLOTS) as u32;
+        return id(reference, numbers);
     }
     numbers.one_of(&fitting)
 }
@@ -186,11 +231,12 @@ fn access(numbers: &mut impl Numbers) -> Access {
 }
 
 /// An address, mostly in a slot, rather at its beginning and at its end.
-fn address(reference: &Reference, numbers: &mut impl Numbers) -> u64 {
+fn address(reference: &Reference, numbers: &mut impl Numbers) -> At {
     let (page, limit) = (reference.shape.page, reference.shape.limit);
     let slot = numbers.below(reference.slots.len() as u64 + 1) as usize;
-    let Some(slot) = reference.slots.values().nth(slot) else {
-        return numbers.one_of(&[0, limit - page, limit, 1 << 62, 5 * page]);
+    let Some((id, slot)) = reference.slots.iter().nth(slot) else {
+        let gpa = numbers.one_of(&[0, limit - page, limit, 1 << 62, 5 * page]);
+        return (numbers.below(reference.shape.spaces.into()) as u16, gpa);
     };
     let pages = slot.config.size / page;
     let near = numbers.below(4.min(pages));
@@ -199,25 +245,35 @@ fn address(reference: &Reference, numbers: &mut impl Numbers) -> u64 {
         2 => pages - 1 - near,
         _ => numbers.below(pages),
     };
-    slot.config.gpa.0 + number * page + 8 * numbers.below(3)
+    (id.space, slot.config.gpa.0 + number * page + 8 * numbers.below(3))
 }
 
-fn stretch(reference: &Reference, numbers: &mut impl Numbers) -> GpaRange {
+fn stretch(reference: &Reference, numbers: &mut impl Numbers) -> (u16, GpaRange) {
     let (page, block) = (reference.shape.page, reference.shape.blocks[0]);
     let size = numbers.one_of(&[page, 8, 3 * page, block, 2 * block, 1 << 61]);
-    let start = Gpa(address(reference, numbers).min(1 << 62));
-    GpaRange::new(start, size).expect("far from the end")
+    let (space, start) = address(reference, numbers);
+    (space, GpaRange::new(Gpa(start.min(1 << 62)), size).expect("far from the end"))
 }
 
 /// Guest or host addresses.
 fn taken(reference: &Reference, numbers: &mut impl Numbers) -> Taken {
-    let range = stretch(reference, numbers);
+    let (space, range) = stretch(reference, numbers);
     let (start, end) = (range.start().0, range.end().0);
-    let slot = reference.slot_at(start).map(|id| &reference.slots[&id]);
+    let slot = reference.slot_at((space, start)).map(|id| &reference.slots[&id]);
     match slot.filter(|_| numbers.flag()) {
         Some(slot) => Taken::Host(slot.hva(start), slot.hva(start) + (end - start)),
         None => Taken::Guest(start, end),
     }
+}
+
+/// Mostly what of a range lies in a slot.
+fn inside(reference: &Reference, id: SlotId, range: GpaRange) -> GpaRange {
+    let slot = reference.slots.get(&id).map(Slot::range);
+    let cut = slot.and_then(|slot| {
+        let start = range.start().max(slot.start());
+        GpaRange::new(start, range.end().min(slot.end()).0.checked_sub(start.0)?)
+    });
+    cut.unwrap_or(range)
 }
 
 fn may_map(reference: &Reference) -> bool {
@@ -261,6 +317,14 @@ fn config(reference: &Reference, numbers: &mut impl Numbers) -> SlotConfig {
     let hva = numbers.below(units) * unit + numbers.one_of(&[0, page, 3 * page]);
     let mut config = SlotConfig::new(Gpa(base + shift), size, Hva(hva));
     config.read_only = numbers.below(8) == 7;
+    match numbers.below(8) {
+        // Where it could only wait, it tries for long.
+        5 if may_map(reference) => config.pinned = true,
+        6 | 7 => {
+            config.private = Some(Hva(numbers.below(units) * unit + numbers.one_of(&[0, page])));
+        }
+        _ => {}
+    }
     match numbers.below(16) {
         12 => config.max_page_size = Some(page),
         13 => config.max_page_size = Some(block),
@@ -274,7 +338,7 @@ fn config(reference: &Reference, numbers: &mut impl Numbers) -> SlotConfig {
 /// Makes a configuration one that must be refused.
 fn nonsense(config: &mut SlotConfig, page: u64, numbers: &mut impl Numbers) {
     let top = 0u64.wrapping_sub(page);
-    match numbers.below(8) {
+    match numbers.below(9) {
         0 => config.size = 0,
         1 => config.gpa.0 += 8,
         2 => config.hva.0 += 8,
@@ -282,17 +346,18 @@ fn nonsense(config: &mut SlotConfig, page: u64, numbers: &mut impl Numbers) {
         4 => config.gpa.0 = top,
         5 => config.hva.0 = top,
         6 => config.size = page << 31,
+        7 => config.private = Some(Hva(top)),
         _ => config.max_page_size = Some(8),
     }
 }
 
 /// So many words as a slot's log has, or nearly.
-fn words(reference: &Reference, id: u32, numbers: &mut impl Numbers) -> usize {
+fn words(reference: &Reference, id: SlotId, numbers: &mut impl Numbers) -> usize {
     let pages = reference.slots.get(&id).map_or(64, |slot| slot.pages.len());
     pages.div_ceil(64) + usize::from(numbers.below(8) == 7)
 }
 
-fn clear(reference: &Reference, id: u32, numbers: &mut impl Numbers) -> Operation {
+fn clear(reference: &Reference, id: SlotId, numbers: &mut impl Numbers) -> Operation {
     let all = reference.slots.get(&id).map_or(64, |slot| slot.pages.len()) as u64;
     let sections = all.div_ceil(64);
     let mut first = 64 * numbers.below(sections);
