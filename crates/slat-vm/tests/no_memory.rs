@@ -124,6 +124,8 @@ enum Ended {
 struct Row {
     name: &'static str,
     eager_split: bool,
+    /// Whether hardware keeps dirty state.
+    hardware: bool,
     /// What is done before, with all the memory there is. The slot 0 is there: 4 blocks at address 0.
     prepare: fn(&mut World<'_, '_>),
     attempt: fn(&mut World<'_, '_>) -> Ended,
@@ -136,6 +138,7 @@ struct Row {
 const ROW: Row = Row {
     name: "",
     eager_split: false,
+    hardware: false,
     prepare: |_| {},
     attempt: |_| Ended::Done,
     takes: (false, false),
@@ -256,6 +259,31 @@ const ROWS: &[Row] = &[
         ..ROW
     },
     Row {
+        name: "enable a log of hardware's dirty state, and split",
+        eager_split: true,
+        hardware: true,
+        prepare: |w| w.populate(),
+        attempt: |w| log_ended(w.vm.enable_log(&mut w.worker, 0, LogMode::Hardware)),
+        takes: (true, true),
+        ..ROW
+    },
+    Row {
+        name: "write to blocks and collect what hardware says",
+        hardware: true,
+        prepare: |w| {
+            w.populate();
+            w.log(LogMode::Hardware);
+        },
+        attempt: |w| {
+            // No write faults, so that the model alone allocates.
+            let mut write = |block: u64| w.guest.cpu.write(Gpa(block * BLOCK), 7).unwrap();
+            inside(|| (0..4).for_each(&mut write));
+            assert_eq!(w.vm.dirty_log(&mut w.worker, 0, &mut [0; 32]), Ok(2048));
+            Ended::Done
+        },
+        ..ROW
+    },
+    Row {
         name: "enable a log in rings",
         prepare: |w| w.populate(),
         attempt: |w| log_ended(w.vm.enable_log(&mut w.worker, 0, RING)),
@@ -339,6 +367,7 @@ const ROWS: &[Row] = &[
         attempt: |w| log_ended(w.vm.clear_dirty_log(&mut w.worker, 0, 64, 128, &[!0; 2])),
         takes: (false, true),
         protects_more: true,
+        ..ROW
     },
     Row {
         name: "split",
@@ -503,7 +532,10 @@ fn run(row: &Row, refuse: Refuse) -> (u64, u64, Seen) {
     let machine = Watched::new(1);
     let eager_split = row.eager_split.then_some(BLOCK);
     let options = VmOptions { eager_split, dirty_ring: Some(256), ..VmOptions::default() };
-    let (vm, worker) = vm_with_slot(&machine, 4 * BLOCK, HUGE_2M, options);
+    let format = arm().with_hardware_dirty(row.hardware);
+    let vm = vm_of(&machine, format, 4 * BLOCK, HUGE_2M, options);
+    let mut worker = vm.worker().unwrap();
+    vm.create_slot(&mut worker, 0, SlotConfig::new(Gpa(0), 4 * BLOCK, Hva(0))).unwrap();
     let mut world = World { vm: &vm, worker, guest: Guest::new(&vm, 0) };
     (row.prepare)(&mut world);
     // In the manual mode a look at the log changes nothing.

@@ -83,7 +83,8 @@ pub(crate) fn in_model() -> bool {
     IN_MODEL.try_with(Cell::get).unwrap_or(true)
 }
 
-fn inside<R>(f: impl FnOnce() -> R) -> R {
+/// What the model, or a test, allocates is not counted.
+pub(crate) fn inside<R>(f: impl FnOnce() -> R) -> R {
     let before = IN_MODEL.replace(true);
     let result = f();
     IN_MODEL.set(before);
