@@ -1,7 +1,7 @@
 //! What vCPUs do: load, store and fetch, and have their faults handled.
 
 use slat::Machine;
-use slat_vm::{Access, Exit, Fault, FaultKind, Vcpu};
+use slat_vm::{Access, DirtyRing, Exit, Fault, FaultKind, Vcpu};
 
 use crate::machine::Tables;
 use crate::world::{PAGES, World, draw, gpa};
@@ -19,6 +19,11 @@ pub(crate) struct Guest<'v, 'm> {
 impl<'v, 'm> Guest<'v, 'm> {
     pub(crate) fn new(world: World<'v, 'm>, cpu: usize) -> Self {
         Self { world, vcpu: world.vm.vcpu().unwrap(), cpu }
+    }
+
+    /// Its dirty ring.
+    pub(crate) fn ring(&self) -> DirtyRing {
+        self.vcpu.dirty_ring().unwrap()
     }
 
     /// Accesses drawn pages below `pages`, and sometimes its CPU walks ahead.
@@ -68,6 +73,12 @@ impl<'v, 'm> Guest<'v, 'm> {
                     let refused = exit.slot.is_some() && read_only && access == Access::Write;
                     let expected = refused || behind.is_none() && exit.slot.is_none();
                     return world.expect(changed || expected, "memory is taken for a device");
+                }
+                // Whoever collects goes on until this vCPU is through.
+                Exit::DirtyRingFull => {
+                    while self.vcpu.is_ring_full() {
+                        world.machine.relax();
+                    }
                 }
                 exit => return world.expect(false, &format!("a guest gets {exit:?}")),
             }

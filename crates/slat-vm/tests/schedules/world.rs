@@ -9,7 +9,7 @@ use shuttle::rand::{Rng, thread_rng};
 use slat::sync::{AtomicU64, Ordering};
 use slat::{Gpa, GpaRange, Hpa, Lookup};
 use slat_vm::{
-    Access, Host, HostError, HostPage, Hva, HvaRange, SlotConfig, Vm, VmOptions, Worker,
+    Access, Host, HostError, HostPage, Hva, HvaRange, SlotConfig, SlotError, Vm, VmOptions, Worker,
 };
 
 use crate::format::{PAGE, Tiny};
@@ -29,6 +29,8 @@ pub(crate) const PAGES: u64 = 2 * SLOT_PAGES;
 const HOST_ADDRESSES: u64 = 3 * SLOT_PAGES;
 /// Pages of host memory: one window's worth backs nothing.
 const HOST_PAGES: u64 = HOST_ADDRESSES + SLOT_PAGES;
+/// Entries of a dirty ring.
+const RING: u32 = 4;
 /// vCPUs, workers, and whoever looks up.
 const PARTICIPANTS: usize = CPUS + 6;
 
@@ -37,6 +39,8 @@ const PARTICIPANTS: usize = CPUS + 6;
 pub(crate) struct Behind {
     /// The page of host addresses.
     hva: u64,
+    /// Another one that it can be, while the page is converted.
+    or: Option<u64>,
     pub(crate) read_only: bool,
 }
 
@@ -61,6 +65,8 @@ pub(crate) struct Truth {
     changes: u64,
     /// The slot that stays moves to the place of the other and back, and that one is gone.
     moves: bool,
+    /// vCPUs that are not through.
+    pub(crate) running: usize,
     pages: [Page; HOST_ADDRESSES as usize],
     /// By page of host memory: the last write to it, as `written` counts them.
     contents: [u64; HOST_PAGES as usize],
@@ -112,7 +118,9 @@ pub(crate) fn play(scenario: fn(World<'_, '_>), traced: bool) -> Option<String> 
     {
         let memory = Memory { truth: &truth, asked: AtomicU64::new(0) };
         let eager_split = [None, Some(2 * PAGE), Some(4 * PAGE)][thread_rng().gen_range(0..3)];
-        let options = VmOptions { eager_split, coherent_data: true, ..VmOptions::default() };
+        let dirty_ring = Some(RING);
+        let options =
+            VmOptions { eager_split, coherent_data: true, dirty_ring, ..VmOptions::default() };
         let vm = Vm::new(&machine, memory, format, 1, options).unwrap();
         machine.set_root(vm.tree().root());
         let world = World { machine: &machine, vm: &vm, truth: &truth };
@@ -129,11 +137,12 @@ pub(crate) fn play(scenario: fn(World<'_, '_>), traced: bool) -> Option<String> 
 impl Truth {
     fn new() -> Self {
         let page = |backing| Page { backing, taken: false, written: 0, copied: 0 };
-        let stays = |page: usize| Behind { hva: page as u64, read_only: false };
+        let stays = |page: usize| Behind { hva: page as u64, or: None, read_only: false };
         Self {
             behind: std::array::from_fn(|page| ((page as u64) < SLOT_PAGES).then(|| stays(page))),
             changes: 1,
             moves: false,
+            running: 0,
             pages: std::array::from_fn(|n| page(n as u64)),
             contents: [0; HOST_PAGES as usize],
             free: (HOST_ADDRESSES..HOST_PAGES).collect(),
@@ -189,9 +198,11 @@ impl<'v, 'm> World<'v, 'm> {
     pub(crate) fn reach(self, page: u64, output: Hpa, access: Access) {
         let mut truth = self.truth();
         let truth = &mut *truth;
-        let Some(Behind { hva, read_only }) = truth.behind[page as usize] else {
+        let Some(Behind { hva, or, read_only }) = truth.behind[page as usize] else {
             return self.expect(false, "stale: a page of a slot that is gone is reached");
         };
+        let is_there = |hva: &u64| output == host(truth.pages[*hva as usize].backing);
+        let hva = or.filter(is_there).unwrap_or(hva);
         let behind = &mut truth.pages[hva as usize];
         self.expect(!behind.taken, "stale: a page is reached that was taken back");
         self.expect(output == host(behind.backing), "stale: a page is reached that backs another");
@@ -248,17 +259,50 @@ impl<'v, 'm> World<'v, 'm> {
     pub(crate) fn create(self, worker: &mut Worker<'m, Tables>) {
         let window = thread_rng().gen_range(1..3);
         let read_only = thread_rng().gen_range(0..4) == 0;
+        let config = SlotConfig { read_only, ..comes(window) };
+        self.create_as(worker, window, config).unwrap();
+    }
+
+    /// The same with private memory: one window is behind what is shared, the other behind what is private.
+    pub(crate) fn create_private(self, worker: &mut Worker<'m, Tables>) {
+        let config = SlotConfig { private: Some(hva(2 * SLOT_PAGES)), ..comes(1) };
+        self.create_as(worker, 1, config).unwrap();
+    }
+
+    fn create_as(
+        self,
+        worker: &mut Worker<'m, Tables>,
+        window: u64,
+        config: SlotConfig,
+    ) -> Result<(), SlotError> {
         {
             let mut truth = self.truth();
             for page in 0..SLOT_PAGES {
-                let behind = Behind { hva: window * SLOT_PAGES + page, read_only };
+                let hva = window * SLOT_PAGES + page;
+                let behind = Behind { hva, or: None, read_only: config.read_only };
                 truth.behind[(SLOT_PAGES + page) as usize] = Some(behind);
             }
         }
-        let (gpa, size) = (gpa(SLOT_PAGES), SLOT_PAGES * PAGE);
-        let config = SlotConfig::new(gpa, size, Hva(window * SLOT_PAGES * PAGE));
-        self.vm.create_slot(worker, COMES, SlotConfig { read_only, ..config }).unwrap();
+        self.vm.create_slot(worker, COMES, config)?;
         self.truth().changes += 1;
+        Ok(())
+    }
+
+    /// Makes pages of the slot that comes and goes private, or shared.
+    pub(crate) fn convert(self, worker: &mut Worker<'m, Tables>, range: GpaRange, private: bool) {
+        let first = range.start().0 / PAGE;
+        let pages = first as usize..(first + range.size() / PAGE) as usize;
+        let each = |change: fn(&mut Behind, u64)| {
+            let mut truth = self.truth();
+            for page in pages.clone() {
+                let window = if private { 2 } else { 1 };
+                let to = window * SLOT_PAGES + page as u64 - SLOT_PAGES;
+                truth.behind[page].iter_mut().for_each(|behind| change(behind, to));
+            }
+        };
+        each(|behind, to| behind.or = Some(to));
+        self.vm.set_private(worker, COMES, range, private).unwrap();
+        each(|behind, to| (behind.hva, behind.or) = (to, None));
     }
 
     /// Takes it from the guest.
@@ -276,7 +320,7 @@ impl<'v, 'm> World<'v, 'm> {
             truth.moves = true;
             truth.changes += truth.changes % 2 + 1;
             for page in 0..SLOT_PAGES {
-                let behind = Behind { hva: page, read_only: false };
+                let behind = Behind { hva: page, or: None, read_only: false };
                 truth.behind[page as usize] = Some(behind);
                 truth.behind[(SLOT_PAGES + page) as usize] = Some(behind);
             }
@@ -321,7 +365,16 @@ fn hvas(range: GpaRange) -> impl Iterator<Item = u64> {
 
 /// The same as ranges.
 pub(crate) fn behind(range: GpaRange) -> Vec<HvaRange> {
-    hvas(range).filter_map(|page| HvaRange::new(Hva(page * PAGE), PAGE)).collect()
+    hvas(range).filter_map(|page| HvaRange::new(hva(page), PAGE)).collect()
+}
+
+/// The slot that comes and goes, with a window of host addresses.
+fn comes(window: u64) -> SlotConfig {
+    SlotConfig::new(gpa(SLOT_PAGES), SLOT_PAGES * PAGE, hva(window * SLOT_PAGES))
+}
+
+fn hva(page: u64) -> Hva {
+    Hva(page * PAGE)
 }
 
 pub(crate) fn gpa(page: u64) -> Gpa {
