@@ -101,7 +101,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         }
         let guard = self.begin(worker, ranges.clone().map(Interval::guest));
         // Nothing is mapped there any more: a slot that was pinned since the first look is there now, or is never mapped.
-        for range in ranges.clone() {
+        for range in ranges.clone().filter(|_| !skips(Skip::SecondLook)) {
             self.refuse_pinned(worker, |slot| slot.range.overlaps(&range))?;
         }
         for range in ranges {
@@ -132,14 +132,17 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             self.refuse_pinned(worker, |slot| slot.backed_by(slot.config.hva, range).is_some())?;
         }
         let guard = self.begin(worker, ranges.clone().map(Interval::host));
-        for range in ranges.clone() {
+        for range in ranges.clone().filter(|_| !skips(Skip::SecondLook)) {
             self.refuse_pinned(worker, |slot| slot.backed_by(slot.config.hva, range).is_some())?;
         }
+        // The slots that are found may be gone, and a pinned one in their place, before their pages are unmapped.
+        let aiming = self.aimed.enter();
         for range in ranges {
             self.each_backed(worker, range, |worker, space, range| {
                 self.unmap_whole(worker, space, range)
             })?;
         }
+        drop(aiming);
         Ok(guard)
     }
 

@@ -44,7 +44,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// [pinned](SlotConfig::pinned) slot is mapped wholly when it returns.
     ///
     /// Costs a copy of the list of slots and a grace period; a pinned slot also what a fault costs for each leaf. Waits
-    /// while another thread changes slots; not to be called from interrupt context.
+    /// while another thread changes slots, for a pinned slot also until invalidations by host address that have not
+    /// returned yet have unmapped their pages; not to be called from interrupt context.
     ///
     /// # Errors
     /// [`SlotError`]: what is wrong with the configuration, with which slot it overlaps, what of a pinned slot could not
@@ -78,6 +79,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let without = if config.pinned { Some(with.then(Some(id), None)?) } else { None };
         drop(change.commit(with));
         if let Some(without) = without {
+            // Invalidations that have found another slot here have unmapped its pages: none of them meets these.
+            self.aimed.wait(self.machine());
             // The list is not to change before all is mapped, or it is gone again.
             let held = change.keep();
             let access = if config.read_only { Access::Read } else { Access::Write };

@@ -16,6 +16,8 @@ pub enum Skip {
     CountFirst,
     /// Rule 7: a fault looks at the list before the count; instead after.
     ListFirst,
+    /// Rule 7: an invalidation looks for pinned slots again when its range is listed.
+    SecondLook,
     /// Rule 7: a look-up asks what the host takes back.
     LookUp,
     /// Rule 8: a fault marks a page after it is writable; instead before.
@@ -26,7 +28,8 @@ pub enum Skip {
     OpenCollections,
     /// Rule 8: a page is stored in a ring's entry before the entry is dirty; instead after.
     PageFirst,
-    /// Rule 8: a collection waits for dirty state that unmaps have taken and not marked yet.
+    /// Rule 8: a collection waits for dirty state that unmaps have taken and not marked yet. Rule 7: who pins a slot waits
+    /// for unmaps that are aimed at what was there before.
     Transit,
     /// Rule 10: the grace period between the publication of a slot's version and what is done because of it.
     SlotGrace,

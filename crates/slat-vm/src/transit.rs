@@ -1,4 +1,5 @@
-//! Dirty state on its way from a tree to a log: taken out of entries, and not yet in the bitmap.
+//! What somebody is in the middle of, and others wait for: dirty state on its way from a tree to a log, taken out of
+//! entries and not yet in the bitmap.
 //!
 //! Where hardware keeps dirty state, an unmap for the host takes it along, as does the write protection of a slot that
 //! becomes read-only, and only that operation knows of the write until it has marked the page. A collection must not
@@ -6,6 +7,9 @@
 //! marked; a collection that has seen the entries clean waits for those that were in. There are two counts, of which new
 //! operations use one: a collection makes them use the other and waits until the first is down, so that it never waits
 //! for those that came later.
+//!
+//! Another pair of counts has invalidations by host address, which look for slots and then unmap what they found: a slot
+//! that is pinned meanwhile waits for them before it is mapped (rule 7).
 
 use slat::Machine;
 
@@ -20,7 +24,7 @@ pub(crate) struct Transit {
     waiting: Lock,
 }
 
-/// An unmap that has not yet marked what it took.
+/// Somebody who is in.
 #[derive(Debug)]
 pub(crate) struct Moving<'t>(&'t AtomicUsize);
 
@@ -30,7 +34,7 @@ impl Transit {
         Self { current: zero(), counts: [zero(), zero()], waiting: Lock::new() }
     }
 
-    /// Before the first exchange of an unmap that takes dirty state out of entries.
+    /// Before the first exchange of an unmap that takes dirty state out of entries, and before the look at the slots.
     pub(crate) fn enter(&self) -> Moving<'_> {
         loop {
             let index = self.current.load(Ordering::Acquire) & 1;
@@ -45,7 +49,7 @@ impl Transit {
         }
     }
 
-    /// Waits for every unmap that was counted in before: their marks are in the logs then.
+    /// Waits for everybody who was counted in before.
     pub(crate) fn wait<M: Machine>(&self, machine: &M) {
         let idle = |count: &AtomicUsize| count.load(Ordering::SeqCst) == 0;
         if self.counts.iter().all(idle) || skips(Skip::Transit) {

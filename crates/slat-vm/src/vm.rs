@@ -198,6 +198,8 @@ pub struct Vm<'m, F: Format, M: Machine, H: Host> {
     pub(crate) progress: Progress,
     /// Dirty state that was taken out of trees and is not in its log yet.
     pub(crate) transit: Transit,
+    /// Invalidations by host address, from their look at the slots until they have unmapped what they found.
+    pub(crate) aimed: Transit,
     pub(crate) options: VmOptions,
     templates: Templates,
 }
@@ -225,11 +227,22 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         }
         let templates = Templates::new(&trees[0])?;
         let slots = Slots::new(machine)?;
-        let (progress, transit) = (Progress::new(0), Transit::new());
+        let (progress, transit, aimed) = (Progress::new(0), Transit::new(), Transit::new());
         // Not one of the models' atomics: it orders nothing.
         static NUMBERS: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(1);
         let number = NUMBERS.fetch_add(1, core::sync::atomic::Ordering::Relaxed);
-        Ok(Self { machine, number, host, trees, slots, progress, transit, options, templates })
+        Ok(Self {
+            machine,
+            number,
+            host,
+            trees,
+            slots,
+            progress,
+            transit,
+            aimed,
+            options,
+            templates,
+        })
     }
 
     /// The tree of address space 0: its root register, its geometry, and the engine's own operations.

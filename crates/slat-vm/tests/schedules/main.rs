@@ -30,6 +30,7 @@ mod everything;
 mod guest;
 mod host;
 mod log;
+mod pinned;
 mod private;
 mod ring;
 mod schedules;

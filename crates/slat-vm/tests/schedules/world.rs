@@ -269,6 +269,21 @@ impl<'v, 'm> World<'v, 'm> {
         self.create_as(worker, 1, config).unwrap();
     }
 
+    /// The same pinned, unless the host takes some of it back just now. Whether it is there.
+    pub(crate) fn create_pinned(self, worker: &mut Worker<'m, Tables>) -> bool {
+        let config = SlotConfig { pinned: true, ..comes(1) };
+        match self.create_as(worker, 1, config) {
+            Ok(()) => true,
+            Err(error) => {
+                let again = Some(HostError::Again);
+                let busy = matches!(error, SlotError::NotMapped { error, .. } if error == again);
+                self.expect(busy, "a slot is not pinned, and nobody takes it back");
+                self.truth().behind[SLOT_PAGES as usize..].fill(None);
+                false
+            }
+        }
+    }
+
     fn create_as(
         self,
         worker: &mut Worker<'m, Tables>,
