@@ -31,8 +31,8 @@ use round::Outcome;
 pub(crate) const LONG_HELP: &str = "\
 A round is a VM of its own: granule, backing, features of the CPU, eager split and memslots are drawn from the round's \
 seed, and so is what its threads do. Half of the threads are vCPUs that load, store and fetch, and compare what they \
-find; the others collect dirty logs in every mode, split blocks, move host pages, delete and create memslots, age pages \
-and free empty tables. The first round has the seed of --seed.
+find; the others collect dirty logs in every mode, split blocks, move host pages, delete and create memslots, pinned and \
+private ones among them, convert and age pages, and free empty tables. The first round has the seed of --seed.
 
 Threads are not deterministic: the command that a failure ends with repeats the VM and the operations of its round, not \
 the interleaving. --rounds with a larger number tries further rounds after it.

@@ -29,6 +29,7 @@ pub(crate) struct Config {
     eager_split: bool,
     /// Pages that are mapped round that of a fault.
     fault_around: u32,
+    dirty_rings: bool,
     coherent_instructions: bool,
     fwb: bool,
     xnx: bool,
@@ -70,6 +71,7 @@ impl Config {
             block_change: dice.happens(30),
             tlb_range: dice.happens(70),
             fault_around: if dice.happens(30) { 16 } else { 1 },
+            dirty_rings: dice.happens(60),
         }
     }
 
@@ -108,6 +110,8 @@ impl Config {
             coherent_instructions: self.coherent_instructions,
             coherent_data: self.fwb,
             fault_around: self.fault_around,
+            // So small that they are full now and then.
+            dirty_ring: self.dirty_rings.then_some(256),
             ..VmOptions::default()
         }
     }
@@ -128,6 +132,7 @@ impl fmt::Display for Config {
         let features = [
             (self.eager_split, "eager split"),
             (self.fault_around > 1, "fault-around"),
+            (self.dirty_rings, "dirty rings"),
             (self.coherent_instructions, "DIC"),
             (self.fwb, "FWB"),
             (self.xnx, "XNX"),
@@ -166,6 +171,7 @@ mod tests {
             "shared_hugetlb",
             "eager split",
             "fault-around",
+            "dirty rings",
             "DIC",
             "FWB",
             "XNX",
@@ -176,9 +182,18 @@ mod tests {
         ] {
             assert!(all.contains(wanted), "{wanted}");
         }
-        for feature in
-            ["eager split", "fault-around", "DIC", "FWB", "XNX", "HAF", "DBM", "BBM", "TLBI range"]
-        {
+        for feature in [
+            "eager split",
+            "fault-around",
+            "dirty rings",
+            "DIC",
+            "FWB",
+            "XNX",
+            "HAF",
+            "DBM",
+            "BBM",
+            "TLBI range",
+        ] {
             assert!(
                 configs.iter().any(|config| !config.to_string().contains(feature)),
                 "{feature}"

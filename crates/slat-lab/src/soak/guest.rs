@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use slat::Gpa;
 use slat::format::arm::Granule;
 use slat_model::{Access, Cpu, Model, Registers};
-use slat_vm::{Exit, FaultError, HostError, PreFault, PreFaultError, Vcpu};
+use slat_vm::{DirtyRing, Exit, FaultError, HostError, PreFault, PreFaultError, Vcpu};
 
 use crate::failure::Failure;
 use crate::model;
@@ -49,6 +49,11 @@ impl<'r, 'v, 'm, G: Granule> Guest<'r, 'v, 'm, G> {
     /// Faults that it has taken.
     pub(crate) fn faults(&self) -> u64 {
         self.vcpu.statistics().faults
+    }
+
+    /// Its dirty ring, if it has one.
+    pub(crate) fn ring(&self) -> Option<DirtyRing> {
+        self.vcpu.dirty_ring()
     }
 
     /// What its word in each page of host addresses must hold.
@@ -119,6 +124,12 @@ impl<'r, 'v, 'm, G: Granule> Guest<'r, 'v, 'm, G> {
                         Ok(Exit::Resume) => {}
                         // Whoever is in the way may need the processor.
                         Ok(Exit::Retry) => std::thread::yield_now(),
+                        // A worker that sees this empties it.
+                        Ok(Exit::DirtyRingFull) => {
+                            while self.vcpu.is_ring_full() && !self.ground.is_over() {
+                                std::thread::yield_now();
+                            }
+                        }
                         Ok(Exit::Mmio(exit)) => {
                             let same = there.is_some() && place.there() == there;
                             let refused =
@@ -145,6 +156,7 @@ impl<'r, 'v, 'm, G: Granule> Guest<'r, 'v, 'm, G> {
         access: Access,
     ) -> Result<Result<(), String>, slat_model::Fault> {
         let Self { ground, cpu, written, stores, .. } = self;
+        let index = cpu.index() as u32;
         cpu.access(access, gpa, |word| {
             let Some(behind) = place.behind() else {
                 return Err("a page of a deleted memslot is reached".to_owned());
@@ -152,8 +164,12 @@ impl<'r, 'v, 'm, G: Granule> Guest<'r, 'v, 'm, G> {
             if behind.spots >> spot & 1 == 0 {
                 return Err("a page is reached where its memslot is no more".to_owned());
             }
-            let page = place.host_page(behind, page);
-            if ground.vm.host().is_taken(page) {
+            let host = ground.vm.host();
+            let is_it = |page: &u64| host.is_at(ground.vm.machine(), *page, index, word);
+            let Some(page) = place.host_pages(behind, page).find(is_it) else {
+                return Err("a page is reached where it is no more".to_owned());
+            };
+            if host.is_taken(page) {
                 return Err("a page is reached that the host has taken back".to_owned());
             }
             let (found, expected) = (word.load(Ordering::Relaxed), &mut written[page as usize]);

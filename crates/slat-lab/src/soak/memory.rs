@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::{ptr, thread};
 
 use slat::Hpa;
 use slat_model::{HostMemory, Model};
@@ -80,6 +80,12 @@ impl Memory {
             0 => self.own.page(page * self.page_size).map(|page| page.hpa),
             moved => Some(Hpa(moved)),
         }
+    }
+
+    /// Whether `word` is the one that a vCPU has in the page.
+    pub(crate) fn is_at(&self, model: &Model, page: u64, vcpu: u32, word: &AtomicU64) -> bool {
+        let found = self.place(page).and_then(|place| model.host_word(offset(place, vcpu)));
+        found.is_some_and(|found| ptr::eq(found, word))
     }
 
     /// Whether the page is taken back: no guest may reach it.

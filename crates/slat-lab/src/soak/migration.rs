@@ -42,7 +42,11 @@ impl Migration {
         ];
         let hardware = ground.vm.tree().format().tracks_dirty();
         let modes = if hardware { &modes[..] } else { &modes[..3] };
-        let mode = modes[dice.below(modes.len() as u64) as usize];
+        let mode = if ground.vm.options().dirty_ring.is_some() && dice.happens(40) {
+            LogMode::Ring { backup: dice.happens(50) }
+        } else {
+            modes[dice.below(modes.len() as u64) as usize]
+        };
         ground.vm.enable_log(worker, place.id, mode)?;
         let first = place.host_page(behind, 0);
         let copy = (first..first + place.pages).map(|page| ground.contents(page)).collect();
@@ -61,18 +65,27 @@ impl Migration {
         place: &Place,
         dice: &mut Dice,
         whole: bool,
-    ) -> Result<Option<u64>, LogError> {
+    ) -> Result<Option<u64>, String> {
         let changed = self.changed(ground);
         // Faults that were in flight have marked what they have made writable.
         worker.parts().0.synchronize();
         let mut bitmap = vec![0; place.pages.div_ceil(SECTION) as usize];
-        ground.vm.dirty_log(worker, place.id, &mut bitmap)?;
+        if self.mode != (LogMode::Ring { backup: false }) {
+            let collected = ground.vm.dirty_log(worker, place.id, &mut bitmap);
+            collected.map_err(|why| why.to_string())?;
+        }
+        if let LogMode::Ring { .. } = self.mode {
+            ground.harvest(worker)?;
+            let reported = place.take_reported();
+            bitmap.iter_mut().zip(reported).for_each(|(word, bits)| *word |= bits);
+        }
         let is_set = |bitmap: &[u64], page: u64| {
             bitmap[(page / SECTION) as usize] >> (page % SECTION) & 1 == 1
         };
         let lost = changed.into_iter().find(|&page| !is_set(&bitmap, page));
         if matches!(self.mode, LogMode::Manual { .. }) {
-            self.clear(ground, worker, place, &mut bitmap, dice, whole)?;
+            let cleared = self.clear(ground, worker, place, &mut bitmap, dice, whole);
+            cleared.map_err(|why| why.to_string())?;
         }
         for page in (0..place.pages).filter(|&page| is_set(&bitmap, page)) {
             self.copy[page as usize] = ground.contents(self.first + page);

@@ -1,6 +1,6 @@
 //! A memslot's place among guest addresses, and what is behind it at every moment.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use slat::{Gpa, GpaRange};
@@ -28,8 +28,26 @@ pub(crate) struct Place {
     behind: AtomicU64,
     /// Beginnings and ends of changes of the slot: odd while it may not be there, or be something between two states.
     changes: AtomicU64,
+    /// By page, the windows that may be behind it where it can be private: a bit for that of shared memory, one for that
+    /// of private memory, and both while it is converted.
+    kinds: Vec<AtomicU8>,
+    /// Pages that dirty rings have reported and nobody has copied since, a bit each.
+    reported: Vec<AtomicU64>,
     state: Mutex<State>,
 }
+
+/// What is special about a slot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    Ordinary,
+    Pinned,
+    /// The other window of host addresses is its private memory.
+    Private,
+}
+
+/// A page is shared, private, or either.
+pub(crate) const SHARED: u8 = 1;
+pub(crate) const PRIVATE: u8 = 2;
 
 /// What only one worker at a time does with a slot.
 #[derive(Debug)]
@@ -46,9 +64,15 @@ pub(crate) struct Behind {
     /// The spots at which the slot may be, a bit each.
     pub(crate) spots: u64,
     pub(crate) read_only: bool,
+    pub(crate) kind: Kind,
 }
 
 impl Behind {
+    /// A slot in the first window that a guest may write.
+    pub(crate) fn ordinary() -> Self {
+        Self { window: 0, spots: 1, read_only: false, kind: Kind::Ordinary }
+    }
+
     /// The spot of a slot that does not change.
     pub(crate) fn spot(self) -> u64 {
         u64::from(self.spots.trailing_zeros())
@@ -56,12 +80,22 @@ impl Behind {
 
     /// Not zero: there is a spot.
     fn bits(self) -> u64 {
-        self.spots | self.window << 8 | u64::from(self.read_only) << 16
+        let kind = match self.kind {
+            Kind::Ordinary => 0,
+            Kind::Pinned => 1,
+            Kind::Private => 2,
+        };
+        self.spots | self.window << 8 | u64::from(self.read_only) << 16 | kind << 17
     }
 
     fn from_bits(bits: u64) -> Option<Self> {
-        let (spots, window, read_only) = (bits & 0xff, bits >> 8 & 0xff, bits >> 16 != 0);
-        (spots != 0).then_some(Self { window, spots, read_only })
+        let (spots, window, read_only) = (bits & 0xff, bits >> 8 & 0xff, bits >> 16 & 1 != 0);
+        let kind = match bits >> 17 {
+            0 => Kind::Ordinary,
+            1 => Kind::Pinned,
+            _ => Kind::Private,
+        };
+        (spots != 0).then_some(Self { window, spots, read_only, kind })
     }
 
     /// What this or the other permits.
@@ -84,6 +118,8 @@ impl Place {
             window: (u64::from(n) * WINDOWS * stride, stride),
             behind: AtomicU64::new(0),
             changes: AtomicU64::new(1),
+            kinds: (0..config.pages).map(|_| AtomicU8::new(SHARED)).collect(),
+            reported: (0..config.pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             state: Mutex::new(State::Gone),
         }
     }
@@ -114,9 +150,37 @@ impl Place {
         Behind::from_bits(self.behind.load(Ordering::SeqCst))
     }
 
-    /// The page of host addresses behind a page of the slot.
+    /// The page of host addresses behind a page of the slot that is shared.
     pub(crate) fn host_page(&self, behind: Behind, page: u64) -> u64 {
         self.first(behind.window) + page
+    }
+
+    /// The pages of host addresses that may be behind a page of the slot now: one, or two while it is converted.
+    pub(crate) fn host_pages(&self, behind: Behind, page: u64) -> impl Iterator<Item = u64> {
+        let kinds = match behind.kind {
+            Kind::Private => self.kinds[page as usize].load(Ordering::SeqCst),
+            _ => SHARED,
+        };
+        let shared = (kinds & SHARED != 0).then_some(behind.window);
+        let private = (kinds & PRIVATE != 0).then_some(behind.window + 1);
+        shared.into_iter().chain(private).map(move |window| self.first(window) + page)
+    }
+
+    /// Pages are of these kinds from now on.
+    pub(crate) fn set_kinds(&self, first: u64, pages: u64, kinds: u8) {
+        let pages = &self.kinds[first as usize..(first + pages) as usize];
+        pages.iter().for_each(|kind| kind.store(kinds, Ordering::SeqCst));
+    }
+
+    /// A dirty ring has reported a page, and was reset since. Whether there is such a page.
+    pub(crate) fn report(&self, page: u64) -> bool {
+        let word = self.reported.get((page / 64) as usize).filter(|_| page < self.pages);
+        word.map(|word| word.fetch_or(1 << (page % 64), Ordering::SeqCst)).is_some()
+    }
+
+    /// Takes what was reported.
+    pub(crate) fn take_reported(&self) -> Vec<u64> {
+        self.reported.iter().map(|word| word.swap(0, Ordering::SeqCst)).collect()
     }
 
     /// The first page of host addresses of a window.
@@ -141,12 +205,15 @@ impl Place {
         if now.is_some() {
             self.changes.fetch_add(1, Ordering::SeqCst);
         }
-        let to = to.or(now).unwrap_or(Behind { window: 0, spots: 1, read_only: false });
+        let to = to.or(now).unwrap_or(Behind::ordinary());
         let either = now.map_or(to, |now| now.either(to));
         self.behind.store(either.bits(), Ordering::SeqCst);
-        let (gpa, hva) = (self.gpa(to.spot(), 0), Hva(self.first(to.window) * self.page_size));
-        let config = SlotConfig::new(gpa, self.pages * self.page_size, hva);
-        SlotConfig { read_only: to.read_only, ..config }
+        let hva = |window| Hva(self.first(window) * self.page_size);
+        let size = self.pages * self.page_size;
+        let config = SlotConfig::new(self.gpa(to.spot(), 0), size, hva(to.window));
+        let private = (to.kind == Kind::Private).then(|| hva(to.window + 1));
+        let pinned = to.kind == Kind::Pinned;
+        SlotConfig { read_only: to.read_only, pinned, private, ..config }
     }
 
     /// The change has ended: no guest may reach anything else.

@@ -1,21 +1,21 @@
 //! One round: a VM, its threads, and what is true when they have ended.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use slat::format::arm::{Granule, Stage2};
 use slat::{Gpa, Lookup};
 use slat_model::{Backing, Model, OnViolation, Registers};
-use slat_vm::{Vm, Worker};
+use slat_vm::{DirtyRing, HostError, SlotError, Vm, Worker};
 
 use crate::failure::Failure;
 use crate::random::Dice;
 use crate::soak::config::Config;
 use crate::soak::guest::Guest;
 use crate::soak::memory::Memory;
-use crate::soak::place::{Behind, Place, State};
+use crate::soak::place::{Behind, Place, SHARED, State};
 use crate::soak::work::Work;
 
 /// Accesses of each vCPU. Workers go on until all vCPUs are through.
@@ -45,6 +45,8 @@ pub(crate) struct Ground<'v, 'm, G: Granule> {
     pub(crate) places: Vec<Place>,
     host_pages: usize,
     block_pages: u64,
+    /// Of all vCPUs. Whoever has them has harvested, reset and reported when it lets them go.
+    rings: Mutex<Vec<DirtyRing>>,
     /// Operations of all threads.
     operations: AtomicU64,
     /// vCPUs that are not through.
@@ -73,7 +75,7 @@ impl<'m, G: Granule> Ground<'_, 'm, G> {
         self.vm.host().contents(self.vm.machine(), page)
     }
 
-    /// Creates a slot.
+    /// Creates a slot. Whether it is there: one is not pinned while the host takes some of it back.
     ///
     /// # Errors
     /// Why the VM refused.
@@ -82,11 +84,50 @@ impl<'m, G: Granule> Ground<'_, 'm, G> {
         worker: &mut Worker<'m, Model>,
         place: &Place,
         to: Behind,
-    ) -> Result<(), String> {
+    ) -> Result<bool, String> {
+        place.set_kinds(0, place.pages, SHARED);
         let config = place.begin_change(Some(to));
-        let created = self.vm.create_slot(worker, place.id, config);
-        created.map_err(|why| format!("creating a slot: {why}"))?;
-        place.end_change(Some(to));
+        match self.vm.create_slot(worker, place.id, config) {
+            Ok(()) => {
+                place.end_change(Some(to));
+                Ok(true)
+            }
+            Err(SlotError::NotMapped { error: Some(HostError::Again), .. }) => {
+                place.end_change(None);
+                Ok(false)
+            }
+            Err(why) => Err(format!("creating a slot: {why}")),
+        }
+    }
+
+    fn rings(&self) -> MutexGuard<'_, Vec<DirtyRing>> {
+        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a vCPU may be waiting for its ring.
+    pub(crate) fn is_ring_full(&self) -> bool {
+        self.rings.try_lock().is_ok_and(|rings| rings.iter().any(DirtyRing::is_full))
+    }
+
+    /// Harvests and resets all dirty rings, and reports to each place what was in them.
+    ///
+    /// # Errors
+    /// What was wrong about it.
+    pub(crate) fn harvest(&self, worker: &mut Worker<'m, Model>) -> Result<(), String> {
+        for ring in self.rings().iter() {
+            let mut pages = Vec::new();
+            ring.harvest(|page| pages.push(page));
+            let reset = self.vm.reset_dirty_ring(worker, ring);
+            reset.map_err(|why| format!("resetting a dirty ring: {why}"))?;
+            for page in pages {
+                let place = self.places.iter().find(|place| page.slot == place.id.into());
+                if !place.is_some_and(|place| place.report(page.page)) {
+                    return Err(format!(
+                        "a dirty ring has {page:?}, which nobody can have written"
+                    ));
+                }
+            }
+        }
         Ok(())
     }
 
@@ -172,6 +213,7 @@ fn on_ground<G: Granule>(
         places: (0..config.slots).map(|n| Place::new(config, n)).collect(),
         host_pages: (Place::host_size(config) / page) as usize,
         block_pages: block / page,
+        rings: Mutex::default(),
         operations: AtomicU64::new(0),
         running: AtomicUsize::new(config.vcpus as usize),
         finding: OnceLock::new(),
@@ -199,11 +241,9 @@ impl<'m, G: Granule> Ground<'_, 'm, G> {
         stuck: impl Fn(),
     ) -> Result<u64, Failure> {
         let mut worker = self.worker()?;
-        let first = Behind { window: 0, spots: 1, read_only: false };
         for place in &self.places {
-            if let (Some(mut state), Ok(())) =
-                (place.state(), self.create(&mut worker, place, first))
-            {
+            let created = self.create(&mut worker, place, Behind::ordinary());
+            if let (Some(mut state), Ok(true)) = (place.state(), created) {
                 *state = State::There(None);
             }
         }
@@ -211,6 +251,7 @@ impl<'m, G: Granule> Ground<'_, 'm, G> {
         let dice = |thread: u32| Dice::new(seed, 1 + thread);
         let guests = (0..config.vcpus).map(|n| Guest::new(self, n, dice(n)));
         let guests = guests.collect::<Result<Vec<_>, _>>()?;
+        self.rings().extend(guests.iter().filter_map(Guest::ring));
         let works = (0..config.workers)
             .map(|n| Ok(Work::new(self, self.worker()?, dice(config.vcpus + n))));
         let works = works.collect::<Result<Vec<_>, Failure>>()?;
@@ -319,11 +360,13 @@ impl<'m, G: Granule> Ground<'_, 'm, G> {
 
 #[cfg(test)]
 mod tests {
+    use slat::Edges;
     use slat::format::arm::K4;
 
     use super::*;
     use crate::granule::GranuleSize;
     use crate::soak::migration::Migration;
+    use crate::soak::place::{Kind, PRIVATE};
 
     /// A VM of few pages.
     fn small() -> Config {
@@ -341,7 +384,7 @@ mod tests {
         ) -> Option<String>,
     ) -> Option<String> {
         let outcome = on_ground::<K4>(&small(), |ground| {
-            let behind = Behind { window: 0, spots: 1, read_only: false };
+            let behind = Behind::ordinary();
             let place = &ground.places[0];
             let mut worker = ground.worker()?;
             ground.create(&mut worker, place, behind).unwrap();
@@ -376,7 +419,7 @@ mod tests {
             claim.give();
             wrong(&mut guest, 10_000)
         });
-        assert!(finding.unwrap().contains("was stored last"));
+        assert!(finding.unwrap().contains("where it is no more"));
     }
 
     #[test]
@@ -388,6 +431,47 @@ mod tests {
             wrong(&mut guest, 10_000)
         });
         assert!(finding.unwrap().contains("taken back"));
+    }
+
+    /// The slot is deleted, and one of another kind is created in its place.
+    fn replace<'m>(
+        ground: &Ground<'_, 'm, K4>,
+        worker: &mut Worker<'m, Model>,
+        place: &Place,
+        kind: Kind,
+    ) {
+        place.begin_change(None);
+        ground.vm.delete_slot(worker, place.id).unwrap();
+        place.end_change(None);
+        let to = Behind { kind, ..Behind::ordinary() };
+        assert_eq!(ground.create(worker, place, to), Ok(true));
+    }
+
+    #[test]
+    fn a_page_that_is_reached_as_what_it_is_no_more_is_found() {
+        let finding = found(|ground, worker, place, _| {
+            replace(ground, worker, place, Kind::Private);
+            let mut guest = Guest::new(ground, 0, Dice::new(1, 1)).unwrap();
+            assert_eq!(wrong(&mut guest, 2_000), None);
+            place.set_kinds(0, place.pages, PRIVATE);
+            wrong(&mut guest, 10_000)
+        });
+        assert!(finding.unwrap().contains("where it is no more"));
+    }
+
+    #[test]
+    fn a_pinned_page_that_vanishes_is_found() {
+        let finding = found(|ground, worker, place, _| {
+            replace(ground, worker, place, Kind::Pinned);
+            let mut work = Work::new(ground, ground.worker().unwrap(), Dice::new(1, 1));
+            assert_eq!(work.look_at_pinned(place), Ok(()));
+            let (participant, reserve) = worker.parts();
+            let page = place.range(0, 3, 1).unwrap();
+            let unmapped = ground.vm.tree().unmap(participant, reserve, page, Edges::Whole, |_| {});
+            assert!(unmapped.is_ok());
+            work.look_at_pinned(place).err()
+        });
+        assert!(finding.unwrap().contains("has vanished"));
     }
 
     #[test]

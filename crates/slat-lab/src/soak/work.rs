@@ -1,13 +1,13 @@
 //! What a worker does: everything that is no vCPU's, one thing after the other as they are drawn.
 
-use slat::GpaRange;
 use slat::format::arm::Granule;
+use slat::{GpaRange, Lookup};
 use slat_model::Model;
-use slat_vm::{Hva, HvaRange, LogError, LookUpError, Worker};
+use slat_vm::{Guard, Hva, HvaRange, InvalidateError, LogError, LookUpError, Worker};
 
 use crate::random::Dice;
 use crate::soak::migration::Migration;
-use crate::soak::place::{Behind, Place, State};
+use crate::soak::place::{Behind, Kind, PRIVATE, Place, SHARED, State};
 use crate::soak::round::Ground;
 
 /// Pages of a range that the host moves at most.
@@ -28,6 +28,17 @@ fn refused(what: &'static str) -> impl Fn(&dyn std::fmt::Display) -> String {
     move |why| format!("{what}: {why}")
 }
 
+/// An invalidation, unless a pinned slot has some of its pages.
+fn unless_pinned<'v>(
+    begun: Result<Guard<'v, Model>, InvalidateError>,
+) -> Result<Option<Guard<'v, Model>>, String> {
+    match begun {
+        Ok(guard) => Ok(Some(guard)),
+        Err(InvalidateError::Pinned { .. }) => Ok(None),
+        Err(why) => Err(refused("an invalidation")(&why)),
+    }
+}
+
 impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
     pub(crate) fn new(
         ground: &'r Ground<'v, 'm, G>,
@@ -42,6 +53,9 @@ impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
     /// # Errors
     /// What was wrong about it.
     pub(crate) fn step(&mut self) -> Done {
+        if self.ground.is_ring_full() {
+            self.ground.harvest(&mut self.worker)?;
+        }
         let places = &self.ground.places;
         let place = &places[self.dice.below(places.len() as u64) as usize];
         match self.dice.below(100) {
@@ -54,6 +68,8 @@ impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
             78..=83 => self.age(place),
             84..=86 => self.trim(place),
             87..=89 => self.collapse(place),
+            90..=92 => self.convert(place),
+            93..=94 => self.look_at_pinned(place),
             _ => self.look_up(place),
         }
     }
@@ -65,6 +81,9 @@ impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
         let (State::There(log), Some(behind)) = (&mut *state, place.behind()) else {
             return Ok(());
         };
+        if behind.kind == Kind::Private {
+            return Ok(());
+        }
         match log {
             None => {
                 let begun = Migration::begin(ground, worker, place, behind, dice);
@@ -93,20 +112,19 @@ impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
         let Self { ground, worker, dice } = self;
         let behind = place.first(dice.below(2));
         let Some(claim) = ground.vm.host().claim(behind + first, pages) else { return Ok(()) };
-        let begin = refused("an invalidation");
         let guard = if dice.happens(50) {
             ground.vm.invalidate_begin(worker, &place.ranges(first, pages))
         } else {
             let ranges = claim.hvas();
             ground.vm.invalidate_host_begin(worker, ranges.as_slice())
         };
-        let guard = guard.map_err(|why| begin(&why))?;
+        let Some(guard) = unless_pinned(guard)? else { return Ok(()) };
         claim.take();
         if dice.happens(20) {
             // Another one inside of this one, in which nothing moves.
             let ranges = place.ranges(dice.below(place.pages), AT_ONCE);
             let inner = ground.vm.invalidate_begin(worker, &ranges);
-            drop(inner.map_err(|why| begin(&why))?);
+            drop(unless_pinned(inner)?);
         }
         claim.scatter(ground.vm.machine(), dice);
         claim.give();
@@ -124,7 +142,7 @@ impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
         let Some(claim) = ground.vm.host().claim(behind + first, pages) else { return Ok(()) };
         let ranges = claim.hvas();
         let guard = ground.vm.invalidate_host_begin(worker, ranges.as_slice());
-        let guard = guard.map_err(|why| refused("an invalidation")(&why))?;
+        let Some(guard) = unless_pinned(guard)? else { return Ok(()) };
         claim.take();
         claim.gather(ground.vm.machine());
         claim.give();
@@ -156,9 +174,16 @@ impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
             }
             State::Gone => {
                 let (window, spots) = (dice.below(2), 1 << dice.below(2));
-                let read_only = dice.happens(15);
-                ground.create(worker, place, Behind { window, spots, read_only })?;
-                *state = State::There(None);
+                let kind = match dice.below(10) {
+                    0..=1 => Kind::Pinned,
+                    2..=4 => Kind::Private,
+                    _ => Kind::Ordinary,
+                };
+                let read_only = kind == Kind::Ordinary && dice.happens(15);
+                let to = Behind { window, spots, read_only, kind };
+                if ground.create(worker, place, to)? {
+                    *state = State::There(None);
+                }
             }
         }
         Ok(())
@@ -169,7 +194,10 @@ impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
         let Self { ground, worker, dice } = self;
         let Some(_state) = place.state() else { return Ok(()) };
         let Some(now) = place.behind() else { return Ok(()) };
-        let to = if dice.happens(60) {
+        if now.kind == Kind::Private {
+            return Ok(());
+        }
+        let to = if dice.happens(60) && now.kind != Kind::Pinned {
             Behind { spots: 3 ^ now.spots, ..now }
         } else {
             Behind { read_only: !now.read_only, ..now }
@@ -178,6 +206,40 @@ impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
         let changed = ground.vm.change_slot(worker, place.id, config);
         changed.map_err(|why| refused("changing a slot")(&why))?;
         place.end_change(Some(to));
+        Ok(())
+    }
+
+    /// Makes some pages private, or shared.
+    fn convert(&mut self, place: &Place) -> Done {
+        let Some(_state) = place.state() else { return Ok(()) };
+        let now = place.behind().filter(|now| now.kind == Kind::Private);
+        let Some(now) = now else { return Ok(()) };
+        let (first, pages) = self.pages(place, place.pages);
+        let Some(range) = place.range(now.spot(), first, pages) else { return Ok(()) };
+        let private = self.dice.happens(50);
+        place.set_kinds(first, pages, SHARED | PRIVATE);
+        let converted = self.ground.vm.set_private(&mut self.worker, place.id, range, private);
+        converted.map_err(|why| refused("a conversion")(&why))?;
+        place.set_kinds(first, pages, if private { PRIVATE } else { SHARED });
+        Ok(())
+    }
+
+    /// Every page of a pinned slot is mapped, whoever takes pages back meanwhile.
+    ///
+    /// # Errors
+    /// Which one is not.
+    pub(crate) fn look_at_pinned(&mut self, place: &Place) -> Done {
+        let Some(_state) = place.state() else { return Ok(()) };
+        let now = place.behind().filter(|now| now.kind == Kind::Pinned);
+        let Some(now) = now else { return Ok(()) };
+        for page in 0..place.pages {
+            let gpa = place.gpa(now.spot(), page);
+            let found = self.ground.vm.tree().look_up(&self.worker.participant().pin(), gpa);
+            // An entry that is being changed is none that has vanished.
+            if !matches!(found, Ok(Lookup::Mapped { .. }) | Err(slat::Error::Retry)) {
+                return Err(format!("page {page} of the pinned slot {} has vanished", place.id));
+            }
+        }
         Ok(())
     }
 
@@ -215,8 +277,9 @@ impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
         let spot = place.behind().map_or(0, Behind::spot);
         let host = self.ground.vm.host();
         let used = |output, _| {
-            let page = place.host_page(place.behind()?, page);
-            Some((host.is_taken(page), host.place(page) == Some(output)))
+            let mut pages = place.host_pages(place.behind()?, page);
+            let is_it = |&page: &u64| host.place(page) == Some(output);
+            Some(pages.find(is_it).map_or((false, false), |page| (host.is_taken(page), true)))
         };
         let found = self.ground.vm.look_up(self.worker.participant(), place.gpa(spot, page), used);
         match found {
