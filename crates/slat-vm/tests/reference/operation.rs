@@ -182,16 +182,18 @@ impl Operation {
                 let range = inside(reference, id, whole(reference, range, numbers));
                 Self::Convert { id, range, private: !numbers.flag() }
             }
-            50 => {
-                let id = slot(reference, any, numbers);
+            50 | 55 => {
+                let id = slot(reference, |slot| !slot.monitor, numbers);
                 let pages = reference.slots.get(&id).map_or(3, |slot| slot.pages.len() as u64);
-                let pages = numbers.one_of(&[Some(pages), Some(pages), Some(pages + 1), None]);
+                let pages =
+                    numbers.one_of(&[Some(pages), Some(pages), Some(pages), Some(pages + 1), None]);
                 Self::Attach { id, pages }
             }
             51..53 => {
                 let id = slot(reference, |slot| slot.monitor, numbers);
                 let page = reference.shape.page;
-                let offset = numbers.below(130) * page + numbers.below(page);
+                let pages = reference.slots.get(&id).map_or(3, |slot| slot.pages.len() as u64);
+                let offset = numbers.below(pages + 1) * page + numbers.below(page);
                 Self::Monitor { id, offset, bytes: numbers.one_of(&[8, 0, page, 70 * page]) }
             }
             53 => Self::Emulate { cpu, at: address(reference, numbers) },
