@@ -8,16 +8,23 @@
 //! Before it touches what others touch too (a cache line that another CPU has, a lock, the interconnect) it lets all run
 //! that are behind it ([`sync`]). Whoever comes first in virtual time gets it first; the others wait for it in their
 //! clocks ([`Serial`]).
+//!
+//! # Causes
+//! A clock moves for a [`Cause`], so that what a fiber's time went into adds up to its time ([`ledger`]).
 
 mod fibers;
+mod ledger;
 mod lines;
 mod serial;
 mod timed;
 
-pub use fibers::{Fiber, Simulation, advance, current, now, park, sync, unpark, wait_until};
+pub use fibers::{
+    Fiber, Simulation, advance, current, ledger, now, park, sync, unpark, wait_until,
+};
+pub use ledger::{Cause, Ledger};
 pub use lines::Lines;
 pub use serial::{Serial, Shared};
-pub use timed::{Costs, Spent, Timed};
+pub use timed::{Costs, Timed};
 
 /// Virtual time or a duration of it, in picoseconds.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]

@@ -4,12 +4,14 @@ use std::cell::{Cell, RefCell};
 
 use slat::format::arm::{K4, Stage2};
 use slat::{Gpa, GpaRange};
-use slat_model::clock::{Fiber, Simulation, Spent, Time, Timed, advance, now, park, sync, unpark};
+use slat_model::clock::{
+    Cause, Fiber, Ledger, Simulation, Time, Timed, advance, ledger, now, park, sync, unpark,
+};
 use slat_model::{Features, Model};
 use slat_vm::{Hva, LogMode, SlotConfig, Vm, VmOptions, Worker};
 
 use super::design::{Design, Maintenance};
-use super::ground::{BLOCK, Blocks, Ground, Guest, Outside, PAGE, VirtualVm};
+use super::ground::{BLOCK, Blocks, Busy, Ground, Guest, PAGE, VirtualVm};
 use super::profile::{Profile, Walker};
 use super::walks::{Found, Walks};
 use crate::failure::Failure;
@@ -31,15 +33,16 @@ pub(crate) struct Scenario {
 }
 
 /// One phase.
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Phase {
     pub(crate) name: &'static str,
     pub(crate) iteration: Option<u32>,
     pub(crate) took: Time,
-    /// Where the time of all fibers went that the engine's steps took.
-    pub(crate) spent: Spent,
-    /// And that others took.
-    pub(crate) outside: Outside,
+    /// How many fibers worked: all vCPUs, or the hypervisor's thread. The others had nothing to do.
+    pub(crate) workers: u32,
+    /// What their time went into, each of which has worked or waited as long as the phase took.
+    pub(crate) ledger: Ledger,
+    pub(crate) busy: Busy,
     pub(crate) counters: Counters,
 }
 
@@ -189,11 +192,11 @@ impl<'a> Conductor<'a> {
     }
 
     fn pass(&mut self, name: &'static str, iteration: Option<u32>) -> Result<(), String> {
-        let before = self.read();
+        let before = self.read(Who::Vcpus);
         self.ground.running.set(self.scenario.vcpus);
         (0..self.scenario.vcpus).for_each(|index| unpark(Fiber(index)));
         park();
-        self.end(name, iteration, before);
+        self.end((name, iteration), Who::Vcpus, before);
         self.stage.failed.borrow().clone().map_or(Ok(()), Err)
     }
 
@@ -205,43 +208,58 @@ impl<'a> Conductor<'a> {
         takes: f64,
         act: impl FnOnce(&VirtualVm<'a>, &mut Worker<'a, Timed>) -> Result<(), E>,
     ) -> Result<(), String> {
-        let before = self.read();
+        let before = self.read(Who::Thread);
         let Self { vm, ground, worker, .. } = self;
         let done = if ground.charges_steps() {
             act(vm, worker)
         } else {
-            ground.noted(|to| &mut to.walks, || advance(Time::from_ns(takes)));
+            advance(Time::from_ns(takes), Cause::Walk);
             ground.machine.silently(|| act(vm, worker))
         };
         done.map_err(|error| error.to_string())?;
-        self.end(name, iteration, before);
+        self.end((name, iteration), Who::Thread, before);
         Ok(())
     }
 
-    /// Everything that has come together until now, as if it was a phase.
-    fn read(&self) -> Phase {
+    /// What has come together until now.
+    fn read(&self, who: Who) -> Moment {
+        let vcpus = self.scenario.vcpus;
+        let ledger = match who {
+            Who::Vcpus => (0..vcpus).fold(Ledger::default(), |sum, n| sum.and(&ledger(Fiber(n)))),
+            Who::Thread => ledger(Fiber(vcpus)),
+        };
         let machine = model::counters(self.ground.machine.model(), &self.worker);
-        Phase {
-            name: "",
-            iteration: None,
-            took: now(),
-            spent: self.ground.machine.spent(),
-            outside: self.ground.outside.get(),
-            counters: machine + self.ground.counters.get(),
-        }
+        let counters = machine + self.ground.counters.get();
+        Moment { at: now(), ledger, busy: self.ground.busy(), counters }
     }
 
-    fn end(&mut self, name: &'static str, iteration: Option<u32>, before: Phase) {
-        let now = self.read();
+    fn end(&mut self, (name, iteration): (&'static str, Option<u32>), who: Who, before: Moment) {
+        let now = self.read(who);
         self.phases.push(Phase {
             name,
             iteration,
-            took: now.took.since(before.took),
-            spent: now.spent.since(before.spent),
-            outside: now.outside.since(before.outside),
+            took: now.at.since(before.at),
+            workers: if who == Who::Vcpus { self.scenario.vcpus } else { 1 },
+            ledger: now.ledger.since(&before.ledger),
+            busy: now.busy.since(&before.busy),
             counters: now.counters - before.counters,
         });
     }
+}
+
+/// Who works in a phase.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Who {
+    Vcpus,
+    Thread,
+}
+
+/// What was counted until a moment.
+struct Moment {
+    at: Time,
+    ledger: Ledger,
+    busy: Busy,
+    counters: Counters,
 }
 
 #[cfg(test)]
@@ -258,6 +276,29 @@ mod tests {
     fn dirty(vcpus: u32, design: &str) -> f64 {
         let phases = phases(vcpus, &Design::load(design).unwrap());
         phases.iter().rfind(|phase| phase.name == "dirty").unwrap().took.as_seconds()
+    }
+
+    #[test]
+    fn what_time_went_into_adds_up_to_it_in_each_phase_of_each_design() {
+        for design in Design::list().unwrap() {
+            for phase in phases(5, &design) {
+                let Phase { name, took, workers, ledger, busy, .. } = phase;
+                let elapsed = Time(took.0 * u64::from(workers));
+                assert_eq!(ledger.total(), elapsed, "{name} of {}", design.name);
+                for (resource, _, busy) in busy.resources(&design) {
+                    assert!(busy <= took, "{resource} in {name} of {}", design.name);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_exclusive_lock_is_what_everybody_waits_for() {
+        let phases = phases(16, &Design::load("linux-5.18").unwrap());
+        let dirty = phases.iter().rfind(|phase| phase.name == "dirty").unwrap();
+        let share = |time: Time| time.as_ns() / dirty.ledger.total().as_ns();
+        assert!(share(dirty.ledger.time(Cause::LockWait)) > 0.8);
+        assert_eq!(dirty.ledger.count(Cause::LockWork), dirty.counters.faults);
     }
 
     #[test]

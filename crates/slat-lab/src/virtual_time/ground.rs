@@ -7,7 +7,7 @@ use std::cell::{Cell, RefCell};
 
 use slat::format::arm::{K4, Stage2};
 use slat::{Gpa, GpaRange, Hpa, Lookup};
-use slat_model::clock::{Serial, Shared, Time, Timed, advance, now};
+use slat_model::clock::{Cause, Serial, Shared, Time, Timed, advance};
 use slat_vm::{Access, Fault, FaultKind, Host, HostError, HostPage, Hva, Vcpu, Vm};
 
 use super::design::{Design, HostLock, Maintenance, MmuLock};
@@ -20,36 +20,48 @@ pub(crate) const BLOCK: u64 = 2 << 20;
 
 pub(crate) type VirtualVm<'a> = Vm<'a, Stage2<K4>, Timed, Blocks<'a>>;
 
-/// Where time went that no step of the engine took.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Outside {
-    /// Exit, look-up in the host, entry.
-    pub(crate) faults: Time,
-    /// Under locks, waiting for them included.
-    pub(crate) locks: Time,
-    /// The line of the host's memory-map lock.
-    pub(crate) host_lock: Time,
-    /// Large pages: allocation and clearing.
-    pub(crate) pages: Time,
-    /// Cleaning of caches by a design with a lock.
-    pub(crate) caches: Time,
-    /// Walks of the hypervisor's thread in a design with a lock.
-    pub(crate) walks: Time,
+/// How long what only one can use at a time was in use.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Busy {
+    /// The MMU lock of each region, or its cache line where it is shared.
+    locks: Vec<Time>,
+    /// The cache line of the host's memory-map lock.
+    host_lock: Time,
+    interconnect: Time,
+    /// What clearing takes of memory's bandwidth.
+    memory: Time,
 }
 
-impl Outside {
-    /// What was spent since `earlier`.
-    pub(crate) fn since(self, earlier: Self) -> Self {
+impl Busy {
+    /// Since `earlier`.
+    pub(crate) fn since(&self, earlier: &Self) -> Self {
+        let locks = self.locks.iter().zip(&earlier.locks);
         Self {
-            faults: self.faults.since(earlier.faults),
-            locks: self.locks.since(earlier.locks),
+            locks: locks.map(|(now, earlier)| now.since(*earlier)).collect(),
             host_lock: self.host_lock.since(earlier.host_lock),
-            pages: self.pages.since(earlier.pages),
-            caches: self.caches.since(earlier.caches),
-            walks: self.walks.since(earlier.walks),
+            interconnect: self.interconnect.since(earlier.interconnect),
+            memory: self.memory.since(earlier.memory),
         }
     }
+
+    /// Each with its name in a report, its name in words, and its time; of locks the one that was in use longest.
+    pub(crate) fn resources(&self, design: &Design) -> [(&'static str, &'static str, Time); 4] {
+        let lock = match design.lock {
+            MmuLock::Shared => "the MMU lock's cache line",
+            MmuLock::Exclusive | MmuLock::None => "the MMU lock",
+        };
+        let locked = self.locks.iter().copied().max().unwrap_or_default();
+        [
+            ("mmu_lock", lock, locked),
+            ("host_lock", "the cache line of the host's memory-map lock", self.host_lock),
+            ("interconnect", "the interconnect", self.interconnect),
+            ("memory", "memory bandwidth", self.memory),
+        ]
+    }
 }
+
+/// What is done under a lock: the fault's work, reference counts, and caches.
+type Work = [(Cause, Time); 3];
 
 /// What all fibers share.
 pub(crate) struct Ground<'a> {
@@ -66,7 +78,8 @@ pub(crate) struct Ground<'a> {
     pub(crate) running: Cell<u32>,
     /// What vCPUs have counted themselves.
     pub(crate) counters: Cell<Counters>,
-    pub(crate) outside: Cell<Outside>,
+    /// How long memory has been cleared.
+    cleared: Cell<Time>,
 }
 
 impl<'a> Ground<'a> {
@@ -86,7 +99,7 @@ impl<'a> Ground<'a> {
             touched: RefCell::new(vec![false; size.div_ceil(BLOCK) as usize]),
             running: Cell::new(0),
             counters: Cell::default(),
-            outside: Cell::default(),
+            cleared: Cell::default(),
         }
     }
 
@@ -95,30 +108,25 @@ impl<'a> Ground<'a> {
         self.design.lock == MmuLock::None
     }
 
-    /// Notes the time that `act` takes.
-    pub(crate) fn noted<R>(
-        &self,
-        to: impl FnOnce(&mut Outside) -> &mut Time,
-        act: impl FnOnce() -> R,
-    ) -> R {
-        let before = now();
-        let result = act();
-        let mut outside = self.outside.get();
-        let part = to(&mut outside);
-        *part = part.after(now().since(before));
-        self.outside.set(outside);
-        result
+    /// How long what only one can use was in use until now.
+    pub(crate) fn busy(&self) -> Busy {
+        Busy {
+            locks: self.locks.iter().map(Serial::busy).collect(),
+            host_lock: self.host_lock.busy(),
+            interconnect: self.machine.interconnect_busy(),
+            memory: self.cleared.get(),
+        }
     }
 
     /// A shared line is written by this CPU.
-    fn write(&self, line: &Serial) {
+    fn write(&self, line: &Serial, wait: Cause, moves: Cause) {
         let transfer = self.costs.costs.transfer;
-        line.occupy(|Shared { moved, .. }| if moved { transfer } else { Time(0) });
+        line.occupy(wait, |Shared { moved, .. }| [(moves, if moved { transfer } else { Time(0) })]);
     }
 
     fn host_lock(&self) {
         if self.design.host_lock == HostLock::Kept {
-            self.noted(|to| &mut to.host_lock, || self.write(&self.host_lock));
+            self.write(&self.host_lock, Cause::HostLockWait, Cause::HostLock);
         }
     }
 
@@ -127,9 +135,12 @@ impl<'a> Ground<'a> {
     fn populate(&self, block: usize) {
         let mut touched = self.touched.borrow_mut();
         if touched.get_mut(block).is_some_and(|touched| !std::mem::replace(touched, true)) {
-            let clearing = Time(self.costs.clear_2m.0 * u64::from(self.running.get().max(1)));
-            let takes = self.costs.populate_2m.after(clearing);
-            self.noted(|to| &mut to.pages, || advance(takes));
+            let clear = self.costs.clear_2m;
+            let others = u64::from(self.running.get().saturating_sub(1));
+            advance(self.costs.populate_2m, Cause::PageAllocate);
+            advance(clear, Cause::PageClear);
+            advance(Time(clear.0 * others), Cause::PageWait);
+            self.cleared.set(self.cleared.get().after(clear));
         }
     }
 
@@ -139,20 +150,26 @@ impl<'a> Ground<'a> {
     }
 
     /// Holds the lock alone for `work`, and longer where it came from another CPU.
-    fn hold(&self, lock: &Serial, work: Time) {
-        lock.occupy(|Shared { ahead, .. }| match ahead {
-            0 => work,
-            1 => work.after(self.costs.handover_short),
-            _ => work.after(self.costs.handover),
+    fn hold(&self, lock: &Serial, work: Work) {
+        lock.occupy(Cause::LockWait, |Shared { ahead, .. }| {
+            let hand_over = match ahead {
+                0 => Time(0),
+                1 => self.costs.handover_short,
+                _ => self.costs.handover,
+            };
+            let [work, counts, caches] = work;
+            [(Cause::HandOver, hand_over), work, counts, caches]
         });
     }
 
     /// Holds the lock with others: before and after, its line is written.
-    fn share(&self, lock: &Serial, work: Time) {
+    fn share(&self, lock: &Serial, work: Work) {
         let writes = self.design.lock_writes;
-        (0..writes.div_ceil(2)).for_each(|_| self.write(lock));
-        advance(work);
-        (0..writes / 2).for_each(|_| self.write(lock));
+        let write = || self.write(lock, Cause::LockWait, Cause::LockLine);
+        (0..writes.div_ceil(2)).for_each(|_| write());
+        work.into_iter().for_each(|(cause, time)| advance(time, cause));
+        advance(self.costs.shared_extra, Cause::SharedExtra);
+        (0..writes / 2).for_each(|_| write());
     }
 }
 
@@ -195,7 +212,7 @@ impl Guest<'_> {
                 Some((end, true)) => {
                     let end = end.min(self.part.end().0);
                     let pages = (end - at) / PAGE;
-                    advance(Time(self.ground.costs.guest_access.0 * pages));
+                    advance(Time(self.ground.costs.guest_access.0 * pages), Cause::Guest);
                     at = end;
                 }
                 found => self.fault(Gpa(at), found.is_some())?,
@@ -231,11 +248,11 @@ impl Guest<'_> {
         let ground = self.ground;
         let (mean, spread) = (ground.costs.outside.0, ground.costs.spread);
         let percent = 100 - spread + self.dice.below(2 * spread + 1);
-        ground.noted(|to| &mut to.faults, || advance(Time(mean / 100 * percent)));
+        advance(Time(mean / 100 * percent), Cause::Outside);
         let kind = if mapped { FaultKind::Permission } else { FaultKind::Translation };
         let fault = Fault { gpa, access: Access::Write, kind };
         if ground.charges_steps() {
-            ground.noted(|to| &mut to.faults, || advance(ground.costs.engine));
+            advance(ground.costs.engine, Cause::Engine);
             return self.handle(fault);
         }
         // The kernel asks the host at each fault, also where the page is mapped.
@@ -255,17 +272,18 @@ impl Guest<'_> {
         let Ground { costs, design, .. } = self.ground;
         let counts = Time(costs.costs.exchange.0 * u64::from(design.reference_counts));
         let under = design.maintenance == Maintenance::UnderLock;
-        let work = costs.lock_work.after(counts).after(if under { clean } else { Time(0) });
+        let work = [
+            (Cause::LockWork, costs.lock_work),
+            (Cause::References, counts),
+            (Cause::Caches, if under { clean } else { Time(0) }),
+        ];
         let lock = self.ground.lock(gpa);
-        self.ground.noted(
-            |to| &mut to.locks,
-            || match design.lock {
-                MmuLock::Exclusive => self.ground.hold(lock, work),
-                _ => self.ground.share(lock, work.after(costs.shared_extra)),
-            },
-        );
+        match design.lock {
+            MmuLock::Exclusive => self.ground.hold(lock, work),
+            _ => self.ground.share(lock, work),
+        }
         if design.maintenance == Maintenance::Outside {
-            self.ground.noted(|to| &mut to.caches, || advance(clean));
+            advance(clean, Cause::Caches);
         }
     }
 }

@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 
-use super::Time;
+use super::{Cause, Ledger, Time};
 
 /// Bytes of a fiber's stack; pages that it does not reach are never there.
 const STACK: usize = 256 << 10;
@@ -43,6 +43,19 @@ struct Here {
     waiting: RefCell<BinaryHeap<Reverse<(Time, u32)>>>,
     /// The clocks of fibers that are parked.
     parked: RefCell<Vec<Option<Time>>>,
+    /// What moved each fiber's clock.
+    ledgers: RefCell<Vec<Ledger>>,
+}
+
+impl Here {
+    #[inline]
+    fn charge(&self, cause: Cause, time: Time) {
+        if let Some(Fiber(number)) = self.fiber.get()
+            && let Some(ledger) = self.ledgers.borrow_mut().get_mut(number as usize)
+        {
+            ledger.charge(cause, time);
+        }
+    }
 }
 
 thread_local! {
@@ -54,6 +67,7 @@ thread_local! {
             switch: Cell::new(std::ptr::null()),
             waiting: RefCell::new(BinaryHeap::new()),
             parked: RefCell::new(Vec::new()),
+            ledgers: RefCell::new(Vec::new()),
         }
     };
 }
@@ -68,15 +82,31 @@ pub fn current() -> Option<Fiber> {
     HERE.with(|here| here.fiber.get())
 }
 
+/// What a fiber's time has gone into, from its beginning to its clock; if it is parked, to the caller's. Of the
+/// simulation that runs, or that ran last.
+pub fn ledger(Fiber(number): Fiber) -> Ledger {
+    HERE.with(|here| {
+        let of = here.ledgers.borrow().get(number as usize).copied();
+        let mut ledger = of.unwrap_or_default();
+        if let Some(&Some(since)) = here.parked.borrow().get(number as usize) {
+            ledger.charge(Cause::Idle, here.now.get().since(since));
+        }
+        ledger
+    })
+}
+
 /// The calling fiber has done something that takes so long and concerns nobody else.
 #[inline]
-pub fn advance(by: Time) {
-    HERE.with(|here| here.now.set(here.now.get().after(by)));
+pub fn advance(by: Time, cause: Cause) {
+    HERE.with(|here| {
+        here.now.set(here.now.get().after(by));
+        here.charge(cause, by);
+    });
 }
 
 /// The calling fiber goes on at `time`, or now if that is over.
-pub fn wait_until(time: Time) {
-    HERE.with(|here| here.now.set(here.now.get().max(time)));
+pub fn wait_until(time: Time, cause: Cause) {
+    advance(time.since(now()), cause);
 }
 
 /// Lets every fiber run that is behind the calling one.
@@ -99,6 +129,7 @@ pub fn unpark(fiber: Fiber) {
         let parked = here.parked.borrow_mut().get_mut(fiber.0 as usize).and_then(Option::take);
         if let Some(since) = parked {
             let time = since.max(here.now.get());
+            here.ledgers.borrow_mut()[fiber.0 as usize].charge(Cause::Idle, time.since(since));
             here.waiting.borrow_mut().push(Reverse((time, fiber.0)));
             here.next.set(here.next.get().min(time));
         }
@@ -163,6 +194,7 @@ impl<'a> Simulation<'a> {
             waiting.clear();
             waiting.extend(self.started.iter().zip(0..).map(|(&at, number)| Reverse((at, number))));
             here.parked.replace(vec![None; self.fibers.len()]);
+            here.ledgers.replace(vec![Ledger::default(); self.fibers.len()]);
         });
         let mut last = Time(0);
         while let Some(number) = Self::begin_next() {
@@ -218,7 +250,7 @@ mod tests {
                 for _ in 0..3 {
                     sync();
                     order.borrow_mut().push((now().0, name));
-                    advance(Time(step));
+                    advance(Time(step), Cause::Guest);
                 }
             };
             simulation.spawn(Time(0), body).unwrap();
@@ -236,7 +268,7 @@ mod tests {
         let mut simulation = Simulation::new();
         let sleeper = simulation
             .spawn(Time(0), || {
-                advance(Time(5));
+                advance(Time(5), Cause::Guest);
                 park();
                 log.borrow_mut().push(now());
             })
@@ -244,11 +276,11 @@ mod tests {
         simulation
             .spawn(Time(0), || {
                 sync();
-                advance(Time(100));
+                advance(Time(100), Cause::Guest);
                 sync();
                 unpark(sleeper);
                 unpark(sleeper);
-                advance(Time(1));
+                advance(Time(1), Cause::Guest);
             })
             .unwrap();
         assert_eq!(simulation.run(), Time(101));
@@ -263,7 +295,7 @@ mod tests {
             let sum = &sum;
             let body = move || {
                 for _ in 0..10 {
-                    advance(Time(number + 1));
+                    advance(Time(number + 1), Cause::Guest);
                     sync();
                 }
                 sum.set(sum.get() + now().0);
@@ -287,5 +319,41 @@ mod tests {
             .unwrap();
         simulation.run();
         assert_eq!(std::rc::Rc::strong_count(&owned), 1);
+    }
+
+    #[test]
+    fn every_moment_of_a_fiber_has_one_cause() {
+        let fibers = RefCell::new(Vec::new());
+        let lock = crate::clock::Serial::new();
+        let mut simulation = Simulation::new();
+        for number in 0..5 {
+            let lock = &lock;
+            let body = move || {
+                for round in 0..20 {
+                    advance(Time(number * round % 7), Cause::Guest);
+                    if number == 4 && round % 9 == 3 && round < 18 {
+                        park();
+                    }
+                    lock.occupy(Cause::LockWait, |shared| {
+                        let hand_over = Time(if shared.moved { 3 } else { 0 });
+                        [(Cause::LockWork, Time(5)), (Cause::HandOver, hand_over)]
+                    });
+                    if round % 9 == 4 {
+                        unpark(Fiber(4));
+                    }
+                    wait_until(Time(100 * round), Cause::Spin);
+                    let (mine, since) = (ledger(Fiber(number as u32)), now().since(Time(number)));
+                    assert_eq!(mine.total(), since);
+                }
+            };
+            fibers.borrow_mut().push(simulation.spawn(Time(number), body).unwrap());
+        }
+        let last = simulation.run();
+        let all = fibers.take().into_iter().map(ledger).reduce(|all, one| all.and(&one)).unwrap();
+        assert_eq!(all.time(Cause::LockWork), Time(5 * 5 * 20));
+        assert_eq!(all.count(Cause::LockWork), 5 * 20);
+        assert_eq!(lock.busy(), all.time(Cause::LockWork).after(all.time(Cause::HandOver)));
+        assert!(all.time(Cause::Idle) > Time(0) && all.time(Cause::LockWait) > Time(0));
+        assert!(all.total() <= Time(last.0 * 5));
     }
 }

@@ -2,7 +2,7 @@
 
 use slat::Hpa;
 
-use super::{Fiber, Time, current, now, wait_until};
+use super::{Cause, Fiber, Time, advance, current, now, wait_until};
 
 const LINE: u64 = 64;
 const NOBODY: u32 = u32::MAX;
@@ -45,7 +45,7 @@ impl Lines {
     /// transfer after the other. Call [`sync`] before, not while anything is borrowed.
     ///
     /// [`sync`]: super::sync
-    pub(crate) fn take(&mut self, at: Hpa, store: bool, transfer: Time) -> Time {
+    pub(crate) fn take(&mut self, at: Hpa, store: bool, transfer: Time) {
         let elsewhere = self.is_elsewhere(at, store);
         let line = self.line(at);
         if store {
@@ -53,14 +53,11 @@ impl Lines {
         } else if elsewhere {
             line.owner = EVERYBODY;
         }
-        if !elsewhere {
-            return Time(0);
+        if elsewhere {
+            wait_until(line.free, Cause::LineWait);
+            advance(transfer, Cause::Line);
+            line.free = now();
         }
-        let ends = line.free.max(now()).after(transfer);
-        line.free = ends;
-        let took = ends.since(now());
-        wait_until(ends);
-        took
     }
 }
 

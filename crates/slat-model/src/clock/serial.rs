@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 
-use super::{Fiber, Time, current, now, sync, wait_until};
+use super::{Cause, Fiber, Time, advance, current, now, sync, wait_until};
 
 /// A thing that is used by one after the other: a lock, a cache line, an interconnect.
 #[derive(Debug, Default)]
@@ -11,6 +11,7 @@ pub struct Serial {
     /// When those are through that have come and are not.
     ends: RefCell<VecDeque<Time>>,
     owner: Cell<Option<Fiber>>,
+    busy: Cell<Time>,
 }
 
 /// How a use of a [`Serial`] went.
@@ -30,9 +31,14 @@ impl Serial {
         Self::default()
     }
 
-    /// The calling fiber uses it, when all are through that came before. `takes` says for how long: it is told whether
-    /// it was waited for, and whether another fiber had it last. The calling fiber goes on when that is over.
-    pub fn occupy(&self, takes: impl FnOnce(Shared) -> Time) -> Shared {
+    /// The calling fiber uses it, when all are through that came before; until then it waits for `wait`. `takes` says
+    /// for how long and for what: it is told whether it was waited for, and whether another fiber had it last. The
+    /// calling fiber goes on when that is over.
+    pub fn occupy<const N: usize>(
+        &self,
+        wait: Cause,
+        takes: impl FnOnce(Shared) -> [(Cause, Time); N],
+    ) -> Shared {
         sync();
         let mut ends = self.ends.borrow_mut();
         while ends.front().is_some_and(|&end| end <= now()) {
@@ -43,10 +49,18 @@ impl Serial {
         let before = self.owner.replace(me);
         let moved = before.is_some() && before != me;
         let shared = Shared { waited: begins.since(now()), moved, ahead: ends.len() };
-        let end = begins.after(takes(shared));
-        ends.push_back(end);
-        wait_until(end);
+        wait_until(begins, wait);
+        for (cause, time) in takes(shared) {
+            advance(time, cause);
+        }
+        self.busy.set(self.busy.get().after(now().since(begins)));
+        ends.push_back(now());
         shared
+    }
+
+    /// How long it was in use, by all fibers together.
+    pub fn busy(&self) -> Time {
+        self.busy.get()
     }
 }
 
@@ -63,9 +77,10 @@ mod tests {
         for (index, at) in [20, 0, 10].into_iter().enumerate() {
             let (lock, ends) = (&lock, &ends);
             let body = move || {
-                advance(Time(at));
-                let free = |shared: Shared| Time(if shared.moved { 40 } else { 30 });
-                let shared = lock.occupy(free);
+                advance(Time(at), Cause::Guest);
+                let takes =
+                    |shared: Shared| [(Cause::LockWork, Time(if shared.moved { 40 } else { 30 }))];
+                let shared = lock.occupy(Cause::LockWait, takes);
                 assert_eq!(shared.moved, at > 0);
                 assert_eq!(shared.ahead as u64, at / 10);
                 let mut all = ends.get();
@@ -76,5 +91,6 @@ mod tests {
         }
         assert_eq!(simulation.run(), Time(110));
         assert_eq!(ends.get(), [Time(110), Time(30), Time(70)]);
+        assert_eq!(lock.busy(), Time(110));
     }
 }

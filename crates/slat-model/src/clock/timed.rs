@@ -8,7 +8,7 @@ use slat::maintenance::{Features, Instruction};
 use slat::{Entry, Event, Hpa, Machine, Slot};
 
 use super::lines::Lines;
-use super::{Serial, Time, advance, sync};
+use super::{Cause, Serial, Time, advance, sync};
 use crate::Model;
 
 /// What each thing costs that an engine does, in virtual time.
@@ -42,43 +42,6 @@ pub struct Costs {
     pub relax: Time,
 }
 
-/// Where the time of one fiber, or of all, has gone.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Spent {
-    /// Entries of lines that were there.
-    pub entries: Time,
-    /// Lines that came from other CPUs.
-    pub transfers: Time,
-    /// Pins.
-    pub pins: Time,
-    /// Barriers.
-    pub barriers: Time,
-    /// Invalidations.
-    pub invalidations: Time,
-    /// Tables: allocation and clearing.
-    pub tables: Time,
-    /// Cache maintenance.
-    pub caches: Time,
-    /// Spins.
-    pub spins: Time,
-}
-
-impl Spent {
-    /// What was spent since `earlier`.
-    pub fn since(self, earlier: Self) -> Self {
-        Self {
-            entries: self.entries.since(earlier.entries),
-            transfers: self.transfers.since(earlier.transfers),
-            pins: self.pins.since(earlier.pins),
-            barriers: self.barriers.since(earlier.barriers),
-            invalidations: self.invalidations.since(earlier.invalidations),
-            tables: self.tables.since(earlier.tables),
-            caches: self.caches.since(earlier.caches),
-            spins: self.spins.since(earlier.spins),
-        }
-    }
-}
-
 /// A model machine on which time is virtual: all its fibers run on one thread.
 #[derive(Debug)]
 pub struct Timed {
@@ -94,7 +57,6 @@ struct State {
     /// Stores since the last barrier. By whom does not matter: a barrier follows before anybody else runs, or the line
     /// has moved and the store with it.
     stores: Cell<u64>,
-    spent: Cell<Spent>,
     /// Nothing is charged: a design charges for the whole by itself.
     silent: Cell<bool>,
 }
@@ -136,7 +98,6 @@ impl Timed {
             lines: RefCell::new(Lines::default()),
             interconnect: Serial::new(),
             stores: Cell::new(0),
-            spent: Cell::new(Spent::default()),
             silent: Cell::new(false),
         };
         Self { model, costs, state: OneThread::new(state) }
@@ -152,9 +113,9 @@ impl Timed {
         &self.costs
     }
 
-    /// Where the time of all fibers has gone until now.
-    pub fn spent(&self) -> Spent {
-        self.state.get().spent.get()
+    /// How long broadcasts have occupied the interconnect.
+    pub fn interconnect_busy(&self) -> Time {
+        self.state.get().interconnect.busy()
     }
 
     /// Does something for which nothing is charged: a design that charges for the whole by itself.
@@ -166,24 +127,14 @@ impl Timed {
         result
     }
 
-    fn charge(&self, cost: Time, to: impl FnOnce(&mut Spent) -> &mut Time) {
-        let state = self.state.get();
-        if !state.silent.get() {
-            advance(cost);
-            self.note(cost, to);
+    fn charge(&self, cost: Time, cause: Cause) {
+        if !self.state.get().silent.get() {
+            advance(cost, cause);
         }
     }
 
-    fn note(&self, cost: Time, to: impl FnOnce(&mut Spent) -> &mut Time) {
-        let spent = &self.state.get().spent;
-        let mut now = spent.get();
-        let part = to(&mut now);
-        *part = part.after(cost);
-        spent.set(now);
-    }
-
     /// An access to an entry: by its own line, or after the line has come.
-    fn access(&self, entry: Hpa, store: bool, cost: Time) {
+    fn access(&self, entry: Hpa, store: bool, (cost, cause): (Time, Cause)) {
         let state = self.state.get();
         if state.silent.get() {
             return;
@@ -192,16 +143,15 @@ impl Timed {
         if elsewhere {
             sync();
         }
-        let moved = state.lines.borrow_mut().take(entry, store, self.costs.transfer);
-        self.note(moved, |spent| &mut spent.transfers);
-        self.charge(cost, |spent| &mut spent.entries);
+        state.lines.borrow_mut().take(entry, store, self.costs.transfer);
+        advance(cost, cause);
     }
 
     fn barrier(&self) {
         let stores = self.state.get().stores.replace(0);
         let Costs { barrier, barrier_per_store, .. } = self.costs;
         let cost = barrier.after(Time(barrier_per_store.0.saturating_mul(stores)));
-        self.charge(cost, |spent| &mut spent.barriers);
+        self.charge(cost, Cause::Barrier);
     }
 
     fn broadcast(&self) {
@@ -209,23 +159,24 @@ impl Timed {
         if state.silent.get() {
             return;
         }
-        let before = super::now();
-        state.interconnect.occupy(|_| self.costs.broadcast_shared);
-        advance(self.costs.broadcast);
-        self.note(super::now().since(before), |spent| &mut spent.invalidations);
+        let takes = |_| [(Cause::Interconnect, self.costs.broadcast_shared)];
+        state.interconnect.occupy(Cause::InterconnectWait, takes);
+        advance(self.costs.broadcast, Cause::Broadcast);
     }
 }
 
 // SAFETY: everything is the model's, which keeps the contract.
 unsafe impl Machine for Timed {
     fn allocate(&self, tables: usize) -> Option<Hpa> {
-        let each = self.costs.allocate.after(self.costs.clear_table);
-        self.charge(Time(each.0 * tables as u64), |spent| &mut spent.tables);
+        for _ in 0..tables {
+            self.charge(self.costs.allocate, Cause::TableAllocate);
+            self.charge(self.costs.clear_table, Cause::TableClear);
+        }
         self.model.allocate(tables)
     }
 
     unsafe fn free(&self, first: Hpa, tables: usize) {
-        self.charge(self.costs.allocate, |spent| &mut spent.tables);
+        self.charge(self.costs.allocate, Cause::TableAllocate);
         // SAFETY: as the caller promised.
         unsafe { self.model.free(first, tables) }
     }
@@ -244,7 +195,7 @@ unsafe impl Machine for Timed {
         match instruction {
             I::DsbIshst | I::DsbNshst | I::DsbIsh | I::DsbNsh | I::Isb => self.barrier(),
             I::TlbiIpas2e1 { .. } | I::TlbiVmalle1 => {
-                self.charge(self.costs.invalidate_local, |spent| &mut spent.invalidations);
+                self.charge(self.costs.invalidate_local, Cause::InvalidateLocal);
             }
             I::TlbiIpas2e1is { .. }
             | I::TlbiRipas2e1is { .. }
@@ -261,14 +212,13 @@ unsafe impl Machine for Timed {
 
     fn relax(&self) {
         // Whoever is waited for must be able to come on.
-        advance(self.costs.relax.max(Time(1)));
-        self.note(self.costs.relax, |spent| &mut spent.spins);
+        advance(self.costs.relax.max(Time(1)), Cause::Spin);
         sync();
     }
 
     fn clean_data(&self, _: Hpa, size: u64) {
         let cost = Time(self.costs.clean_kib.0.saturating_mul(size) >> 10);
-        self.charge(cost, |spent| &mut spent.caches);
+        self.charge(cost, Cause::Caches);
     }
 
     fn sync_instructions(&self, from: Hpa, size: u64) {
@@ -277,14 +227,14 @@ unsafe impl Machine for Timed {
 
     fn observe(&self, event: Event) {
         match event {
-            Event::Load { entry } => self.access(entry, false, self.costs.load),
+            Event::Load { entry } => self.access(entry, false, (self.costs.load, Cause::Load)),
             Event::Store { entry, .. } | Event::Exchange { entry, .. } => {
                 let stores = &self.state.get().stores;
                 stores.set(stores.get() + 1);
-                self.access(entry, true, self.costs.exchange);
+                self.access(entry, true, (self.costs.exchange, Cause::Exchange));
             }
-            Event::Fill { .. } => self.charge(self.costs.clear_table, |spent| &mut spent.tables),
-            Event::Pinned => self.charge(self.costs.pin, |spent| &mut spent.pins),
+            Event::Fill { .. } => self.charge(self.costs.clear_table, Cause::TableClear),
+            Event::Pinned => self.charge(self.costs.pin, Cause::Pin),
             _ => {}
         }
     }

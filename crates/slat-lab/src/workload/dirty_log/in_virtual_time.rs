@@ -1,9 +1,11 @@
 //! `slat dirty-log --clock virtual`: what of the workload can be had there, and its report.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use clap::Args;
 use serde::Serialize;
+use slat_model::clock::{self, Cause};
 
 use super::Options;
 use super::audit::Found;
@@ -124,29 +126,15 @@ impl fmt::Display for Config {
     }
 }
 
-/// Where the time of a phase went, of all vCPUs and the hypervisor's thread together.
+/// Where the time of a phase went, of those who worked in it.
 #[derive(Clone, Debug, Serialize)]
 struct Time {
     name: &'static str,
     iteration: Option<u32>,
-    seconds: Seconds,
-}
-
-#[derive(Clone, Copy, Debug, Serialize)]
-struct Seconds {
-    faults: f64,
-    locks: f64,
-    host_lock: f64,
-    entries: f64,
-    transfers: f64,
-    pins: f64,
-    barriers: f64,
-    invalidations: f64,
-    tables: f64,
-    pages: f64,
-    caches: f64,
-    walks: f64,
-    spins: f64,
+    /// By cause; those that took nothing are left out.
+    seconds: BTreeMap<&'static str, f64>,
+    /// How long what only one can use at a time was in use.
+    busy: BTreeMap<&'static str, f64>,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -155,57 +143,26 @@ struct Results {
 }
 
 impl Time {
-    fn of(phase: &Phase) -> Self {
-        let Phase { name, iteration, spent, outside, .. } = *phase;
-        let seconds = Seconds {
-            faults: outside.faults.as_seconds(),
-            locks: outside.locks.as_seconds(),
-            host_lock: outside.host_lock.as_seconds(),
-            entries: spent.entries.as_seconds(),
-            transfers: spent.transfers.as_seconds(),
-            pins: spent.pins.as_seconds(),
-            barriers: spent.barriers.as_seconds(),
-            invalidations: spent.invalidations.as_seconds(),
-            tables: spent.tables.as_seconds(),
-            pages: outside.pages.as_seconds(),
-            caches: outside.caches.after(spent.caches).as_seconds(),
-            walks: outside.walks.as_seconds(),
-            spins: spent.spins.as_seconds(),
-        };
-        Self { name, iteration, seconds }
+    fn of(phase: &Phase, design: &Design) -> Self {
+        let causes = Cause::ALL.into_iter().map(|cause| (cause, phase.ledger.time(cause)));
+        let taken = causes.filter(|(_, time)| *time > clock::Time(0));
+        let seconds = taken.map(|(cause, time)| (cause.key(), time.as_seconds())).collect();
+        let resources = phase.busy.resources(design).into_iter();
+        let busy = resources.map(|(key, _, time)| (key, time.as_seconds())).collect();
+        Self { name: phase.name, iteration: phase.iteration, seconds, busy }
     }
+}
 
-    /// The phase and the shares of its time, largest first; nothing if it took none.
-    fn line(&self) -> Option<String> {
-        let Seconds { faults, locks, host_lock, entries, transfers, pins, .. } = self.seconds;
-        let Seconds { barriers, invalidations, tables, pages, caches, walks, spins, .. } =
-            self.seconds;
-        let mut parts = [
-            ("faults", faults),
-            ("locks", locks),
-            ("host lock", host_lock),
-            ("entries", entries),
-            ("transfers", transfers),
-            ("pins", pins),
-            ("barriers", barriers),
-            ("invalidations", invalidations),
-            ("tables", tables),
-            ("pages", pages),
-            ("caches", caches),
-            ("walks", walks),
-            ("spins", spins),
-        ];
-        parts.sort_by(|a, b| b.1.total_cmp(&a.1));
-        let total: f64 = parts.iter().map(|part| part.1).sum();
-        if total == 0.0 {
-            return None;
-        }
-        let shares = parts.iter().filter(|part| part.1 >= total / 1000.0);
-        let shares: Vec<_> =
-            shares.map(|(name, part)| format!("{name} {:.1} %", part / total * 100.0)).collect();
-        let iteration = self.iteration.map(|number| format!(" {number}")).unwrap_or_default();
-        Some(format!("{}{iteration}: {}", self.name, shares.join(", ")))
-    }
+/// The phase and the shares of its time, largest first; nothing if it took none.
+fn shares(phase: &Phase) -> Option<String> {
+    let total = phase.ledger.total().as_ns();
+    let mut parts = Cause::ALL.map(|cause| (cause, phase.ledger.time(cause).as_ns() / total));
+    parts.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let parts = parts.into_iter().filter(|(_, share)| *share >= 0.001);
+    let line = |(cause, share): (Cause, f64)| format!("{} {:.1} %", cause.words(), share * 100.0);
+    let parts: Vec<_> = parts.map(line).collect();
+    let iteration = phase.iteration.map(|number| format!(" {number}")).unwrap_or_default();
+    (total > 0.0).then(|| format!("{}{iteration}: {}", phase.name, parts.join("; ")))
 }
 
 /// Runs the workload in virtual time and prints its report.
@@ -232,9 +189,9 @@ pub(super) fn run_and_print(
     };
     let found = run(&scenario, &profile, &design)?;
     let phases: Vec<_> = found.iter().map(counted).collect();
-    let time: Vec<_> = found.iter().map(Time::of).collect();
-    let mut summary = vec!["Where time went, of all vCPUs and the thread together:".to_owned()];
-    summary.extend(time.iter().filter_map(Time::line));
+    let time: Vec<_> = found.iter().map(|phase| Time::of(phase, &design)).collect();
+    let mut summary = vec!["Where time went, of all who worked in a phase:".to_owned()];
+    summary.extend(found.iter().filter_map(shares));
     let mut notes = Vec::new();
     if design.lock != MmuLock::None {
         let what = "counts are those of slat's engine, which does this design's work too";
@@ -274,7 +231,7 @@ pub(super) fn run_and_print(
 }
 
 fn counted(phase: &Phase) -> report::Phase {
-    let Phase { name, iteration, took, counters, .. } = *phase;
+    let &Phase { name, iteration, took, counters, .. } = phase;
     report::Phase { name, iteration, seconds: took.as_seconds(), counters }
 }
 
