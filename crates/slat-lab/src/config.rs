@@ -70,7 +70,7 @@ pub(crate) fn settle(
         granule: layout.granule,
         ipa_bits: layout.ipa_bits,
         fwb: machine.fwb,
-        hardware_access: machine.hardware_access.is_on(),
+        hardware_access: machine.hardware_access(),
         clock: machine.clock,
         check,
     };

@@ -117,7 +117,7 @@ pub(crate) fn vm<'m, G: Granule>(
     let format = granule::format::<G>(layout.ipa_bits).map_err(|error| usage(&error))?;
     let format = format.with_xnx(true).with_fwb(options.fwb);
     let Equipment { host, dirty_ring, hardware_dirty } = equipment;
-    let format = format.with_hardware_access(options.hardware_access.is_on());
+    let format = format.with_hardware_access(options.hardware_access());
     let format = if hardware_dirty { format.with_hardware_dirty(true) } else { format };
     let eager_split = layout.eager_split.chunk().map(|chunk| chunk.0);
     let coherent_data = options.fwb;

@@ -9,6 +9,7 @@ use clap::{Args, ValueEnum};
 use serde::{Serialize, Serializer};
 
 use crate::backing::Backing;
+use crate::failure::Failure;
 use crate::granule::GranuleSize;
 use crate::guest_mode::{self, GuestMode};
 use crate::size::{Size, SizeError};
@@ -109,15 +110,9 @@ pub(crate) struct MachineOptions {
     #[arg(long)]
     pub(crate) fwb: bool,
 
-    /// Hardware sets the access flag (FEAT_HAFDBS), instead of a fault
-    #[arg(
-        long,
-        value_enum,
-        value_name = "on|off",
-        default_value = "off",
-        hide_possible_values = true
-    )]
-    pub(crate) hardware_access: Switch,
+    /// Hardware sets the access flag (FEAT_HAFDBS), instead of a fault [default: off, unless a log is hardware's dirty state]
+    #[arg(long, value_enum, value_name = "on|off", hide_possible_values = true)]
+    pub(crate) hardware_access: Option<Switch>,
 
     /// real: threads, wall time, real memory
     #[arg(
@@ -128,6 +123,25 @@ pub(crate) struct MachineOptions {
         hide_possible_values = true
     )]
     pub(crate) clock: Clock,
+}
+
+impl MachineOptions {
+    /// Whether hardware was asked to set the access flag.
+    pub(crate) fn hardware_access(&self) -> bool {
+        self.hardware_access == Some(Switch::On)
+    }
+
+    /// Refuses hardware's dirty state, which `log` asked for, where its access flag was forbidden.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`].
+    pub(crate) fn allow_hardware_dirty(&self, log: &str) -> Result<(), Failure> {
+        let why = "FEAT_HAFDBS keeps dirty state only where it sets the access flag too; leave --hardware-access out";
+        match self.hardware_access {
+            Some(Switch::Off) => Err(Failure::Usage(format!("{log} --hardware-access off: {why}"))),
+            Some(Switch::On) | None => Ok(()),
+        }
+    }
 }
 
 /// What is printed.
@@ -144,12 +158,6 @@ pub(crate) struct OutputOptions {
 pub(crate) enum Switch {
     Off,
     On,
-}
-
-impl Switch {
-    pub(crate) fn is_on(self) -> bool {
-        self == Self::On
-    }
 }
 
 /// Which time is measured.

@@ -225,6 +225,7 @@ fn a_full_ring_is_emptied_while_its_vcpu_waits_and_every_page_is_in_it_once_a_pa
 #[test]
 fn where_hardware_keeps_dirty_state_no_write_faults_under_the_log() {
     let report = report("-v 2 -b 4M --log hardware");
+    assert_eq!(report["config"]["hardware_access"], true);
     assert_eq!((count(&report, "dirty 1", "faults"), count(&report, "dirty 2", "faults")), (0, 0));
     assert_eq!(count(&report, "get 1", "entries_visited"), 2048);
 }

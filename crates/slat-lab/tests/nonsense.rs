@@ -92,6 +92,13 @@ fn options_that_need_another_option() {
 }
 
 #[test]
+fn hardwares_dirty_state_without_its_access_flag() {
+    refused("dirty-log --log hardware --hardware-access off", "FEAT_HAFDBS");
+    refused("dirty-log-test -M hardware --hardware-access off", "FEAT_HAFDBS");
+    refused("dirty-log-test -M all --hardware-access off", "FEAT_HAFDBS");
+}
+
+#[test]
 fn options_that_a_workloads_kernel_test_has_not() {
     for line in [
         "page-table -o",

@@ -267,7 +267,7 @@ fn refuse(options: &Options, backing: Backing, mode: GuestMode) -> Result<(), Fa
         (machine.granule != GranuleSize::K4, "--granule: profiles are of 4K tables"),
         (machine.ipa_bits.is_some(), "--ipa-bits: virtual time has 44 of them"),
         (machine.fwb, "--fwb: --maintenance none is the same here"),
-        (machine.hardware_access.is_on(), "--hardware-access: no fault here is of the access flag"),
+        (machine.hardware_access(), "--hardware-access: no fault here is of the access flag"),
     ];
     match refusals.into_iter().find(|(refused, _)| *refused) {
         Some((_, why)) => Err(Failure::Usage(format!("{why} (--clock virtual)"))),

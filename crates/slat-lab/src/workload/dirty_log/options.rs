@@ -192,8 +192,9 @@ impl Options {
         };
         let check = self.check.check;
         let (layout, guest) = config::settle(&self.memory, &self.machine, plan, chosen, check)?;
+        let hardware_access = guest.hardware_access || self.log == LogKind::Hardware;
         let config = Config {
-            guest,
+            guest: GuestConfig { hardware_access, ..guest },
             iterations: self.iterations,
             write_percent: self.write_percent,
             random_order: self.random_order,
@@ -218,6 +219,9 @@ impl Options {
         let usage = |why: &str| Err(Failure::Usage(why.to_owned()));
         if self.no_manual_protect && self.log != LogKind::Bitmap {
             return usage("-g: only the log of --log bitmap has a manual protect to leave out");
+        }
+        if self.log == LogKind::Hardware {
+            self.machine.allow_hardware_dirty("--log hardware")?;
         }
         if self.ring.is_some() && self.log != LogKind::Ring {
             return usage("--ring: there are dirty rings with --log ring only");

@@ -152,6 +152,9 @@ impl Options {
             offset: self.offset.offset,
             eager_split: EagerSplit::Off,
         };
+        if self.log.list().contains(&Way::Hardware) {
+            self.machine.allow_hardware_dirty("-M hardware")?;
+        }
         let check = self.check.check;
         // What -v and -b say must make sense by itself.
         config::settle(&self.memory, &self.machine, plan, chosen, check)?;
