@@ -52,7 +52,7 @@ pub(crate) fn settle(
     check: bool,
 ) -> Result<(Layout, GuestConfig), Failure> {
     let usage = |why: &str| Err(Failure::Usage(why.to_owned()));
-    if machine.clock == Clock::Virtual {
+    if machine.clock_or(Clock::Real) == Clock::Virtual {
         return usage("--clock virtual: not yet; dirty-log has it, and --clock real is there");
     }
     let layout = Layout::new(memory, machine, plan, backing, mode)
@@ -71,7 +71,7 @@ pub(crate) fn settle(
         ipa_bits: layout.ipa_bits,
         fwb: machine.fwb,
         hardware_access: machine.hardware_access(),
-        clock: machine.clock,
+        clock: machine.clock_or(Clock::Real),
         check,
     };
     Ok((layout, config))

@@ -11,6 +11,7 @@ mod check;
 mod config;
 mod contents;
 mod crew;
+mod explain;
 mod failure;
 mod granule;
 mod guest;
@@ -58,6 +59,13 @@ enum Command {
     #[command(after_long_help = repro::LONG_HELP)]
     Repro(repro::Options),
 
+    /// Where the virtual time of one fault goes, by cause: a workload with its options, in virtual time
+    #[command(after_long_help = explain::LONG_HELP)]
+    Explain {
+        #[command(subcommand)]
+        workload: Workload,
+    },
+
     /// The designs that virtual time knows, what each of them chooses, and the machines
     #[command(after_long_help = virtual_time::FILES)]
     Designs,
@@ -70,6 +78,7 @@ pub fn main() -> ExitCode {
         Command::Soak(options) => soak::run(&options),
         Command::List => output::line(&workload::list()),
         Command::Repro(options) => repro::run(&options),
+        Command::Explain { workload } => workload.explain(),
         Command::Designs => virtual_time::list().and_then(|text| output::line(&text)),
     };
     match done {

@@ -114,18 +114,17 @@ pub(crate) struct MachineOptions {
     #[arg(long, value_enum, value_name = "on|off", hide_possible_values = true)]
     pub(crate) hardware_access: Option<Switch>,
 
-    /// real: threads, wall time, real memory
-    #[arg(
-        long,
-        value_enum,
-        value_name = "real|virtual",
-        default_value = "real",
-        hide_possible_values = true
-    )]
-    pub(crate) clock: Clock,
+    /// real: threads, wall time, real memory; virtual: costs of a profile, where the workload has it [default: real]
+    #[arg(long, value_enum, value_name = "real|virtual", hide_possible_values = true)]
+    clock: Option<Clock>,
 }
 
 impl MachineOptions {
+    /// The clock that was asked for, or else `default`.
+    pub(crate) fn clock_or(&self, default: Clock) -> Clock {
+        self.clock.unwrap_or(default)
+    }
+
     /// Whether hardware was asked to set the access flag.
     pub(crate) fn hardware_access(&self) -> bool {
         self.hardware_access == Some(Switch::On)

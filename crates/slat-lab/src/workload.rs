@@ -43,6 +43,12 @@ macro_rules! workloads {
                     $(Self::$variant(options) => $module::run(options),)*
                 }
             }
+
+            fn name(&self) -> &'static str {
+                match self {
+                    $(Self::$variant(_) => $name,)*
+                }
+            }
         }
 
         /// Name, the kernel's test, and what it does.
@@ -63,6 +69,22 @@ workloads! {
     PreFault(pre_fault) "pre-fault", as "pre_fault_memory_test": "Map memory ahead of any access"
     MmuStress(mmu_stress) "mmu-stress", as "mmu_stress_test":
         "Write all memory while the host makes it read-only and writable"
+}
+
+impl Workload {
+    /// Runs it in virtual time and says where the time of a fault went.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`] for a workload that does not run in virtual time; as [`run`](Self::run).
+    pub(crate) fn explain(&self) -> Result<(), Failure> {
+        match self {
+            Self::DirtyLog(options) => dirty_log::explain(options),
+            other => Err(Failure::Usage(format!(
+                "explain {}: it does not run in virtual time; dirty-log does",
+                other.name()
+            ))),
+        }
+    }
 }
 
 /// One line for each workload.

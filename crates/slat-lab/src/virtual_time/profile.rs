@@ -1,6 +1,7 @@
 //! What a machine's steps cost: a file of named numbers, each with its unit and where it comes from.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use slat_model::clock::{Costs, Time};
@@ -25,6 +26,20 @@ struct Number {
     unit: String,
     /// A measured value, a manual, an estimate, or the cell on which it was calibrated.
     origin: String,
+}
+
+/// A number as a profile has it.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Numbered {
+    name: &'static str,
+    value: f64,
+    unit: String,
+}
+
+impl fmt::Display for Numbered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {}", self.name, self.value, self.unit)
+    }
 }
 
 /// A machine.
@@ -112,6 +127,12 @@ impl Profile {
         let unit = units.iter().find(|(unit, _)| *unit == number.unit);
         let unit = unit.ok_or_else(|| wrong(format!("{key} in {}: not its unit", number.unit)))?;
         Ok(number.value * unit.1)
+    }
+
+    /// What it says of a number, if anything.
+    pub(crate) fn said(&self, name: &'static str) -> Option<Numbered> {
+        let number = self.numbers.get(name)?;
+        Some(Numbered { name, value: number.value, unit: number.unit.clone() })
     }
 
     fn time(&self, key: &str) -> Result<Time, Failure> {

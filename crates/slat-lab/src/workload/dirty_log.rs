@@ -54,7 +54,7 @@ const POPULATE: Pass = Pass { write_percent: 100, random: false };
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
     let (backing, mode) = chosen;
-    if options.machine.clock == Clock::Virtual {
+    if options.machine.clock_or(Clock::Real) == Clock::Virtual {
         return in_virtual_time::run_and_print(options, backing, mode);
     }
     let (layout, config) = options.settle(chosen)?;
@@ -79,6 +79,18 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         check,
     };
     output::print(&report, &options.output)
+}
+
+/// Runs the workload in virtual time and says where the time of a fault went.
+///
+/// # Errors
+/// See [`Failure`].
+pub(crate) fn explain(options: &Options) -> Result<(), Failure> {
+    if options.machine.clock_or(Clock::Virtual) == Clock::Real {
+        return Err(Failure::Usage("--clock real: only virtual time can be explained".to_owned()));
+    }
+    let Some((backing, mode)) = config::choose(&options.memory)? else { return Ok(()) };
+    in_virtual_time::run_and_explain(options, backing, mode)
 }
 
 /// The lines that the kernel's test ends with.

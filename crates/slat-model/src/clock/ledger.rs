@@ -90,7 +90,7 @@ causes! {
     /// Looks of a spin.
     Spin = "spin", "spins";
     /// Nothing to do until another fiber says so.
-    Idle = "idle", "nothing to do";
+    Idle = "idle", "nothing to do, others work";
 }
 
 /// How long each cause took a fiber, and how often it came. A fiber's clock moves for a cause only, so that the sum is

@@ -10,6 +10,7 @@ use slat_model::clock::{self, Cause};
 use super::Options;
 use super::audit::Found;
 use crate::backing::{Backing, Pages};
+use crate::explain::Explanation;
 use crate::failure::Failure;
 use crate::granule::GranuleSize;
 use crate::guest_mode::{self, GuestMode};
@@ -19,7 +20,7 @@ use crate::report::{self, Report};
 use crate::size::Size;
 use crate::virtual_time::design::{Barrier, Design, HostLock, Maintenance, MmuLock, SkipLevels};
 use crate::virtual_time::dirty_log::{Phase, Scenario, run};
-use crate::virtual_time::ground::BLOCK;
+use crate::virtual_time::ground::{BLOCK, PAGE};
 use crate::virtual_time::profile::Profile;
 
 /// The machine and the design, and choices in which it differs.
@@ -165,6 +166,55 @@ fn shares(phase: &Phase) -> Option<String> {
     (total > 0.0).then(|| format!("{}{iteration}: {}", phase.name, parts.join("; ")))
 }
 
+/// What runs on which machine, and what it is called in a report.
+struct Setup {
+    scenario: Scenario,
+    profile: Profile,
+    design: Design,
+    config: Config,
+}
+
+impl Setup {
+    /// # Errors
+    /// [`Failure::Usage`] for what virtual time has not, or what is wrong with a file.
+    fn new(options: &Options, backing: Backing, mode: GuestMode) -> Result<Self, Failure> {
+        refuse(options, backing, mode)?;
+        let design = options.virtual_time.design()?;
+        let profile =
+            Profile::load(options.virtual_time.profile.as_deref().unwrap_or("arm-server-2022"))?;
+        let eager_split = options.split.eager_split.unwrap_or(design.eager_split);
+        let scenario = Scenario {
+            vcpus: options.memory.vcpus,
+            bytes: options.memory.bytes.0,
+            iterations: options.iterations,
+            manual_protect: !options.no_manual_protect,
+            eager_split: eager_split.chunk().map(|chunk| chunk.0),
+            seed: options.seed,
+        };
+        let config = Config {
+            vcpus: scenario.vcpus,
+            bytes: options.memory.bytes,
+            iterations: scenario.iterations,
+            manual_protect: scenario.manual_protect,
+            eager_split,
+            seed: scenario.seed,
+            clock: Clock::Virtual,
+            profile: profile.name.clone(),
+            design: design.name.clone(),
+            lock: design.lock,
+            barrier: design.barrier,
+            skip_levels: design.skip_levels,
+            maintenance: design.maintenance,
+            host_lock: design.host_lock,
+        };
+        Ok(Self { scenario, profile, design, config })
+    }
+
+    fn run(&self) -> Result<Vec<Phase>, Failure> {
+        run(&self.scenario, &self.profile, &self.design)
+    }
+}
+
 /// Runs the workload in virtual time and prints its report.
 ///
 /// # Errors
@@ -174,20 +224,9 @@ pub(super) fn run_and_print(
     backing: Backing,
     mode: GuestMode,
 ) -> Result<(), Failure> {
-    refuse(options, backing, mode)?;
-    let design = options.virtual_time.design()?;
-    let profile =
-        Profile::load(options.virtual_time.profile.as_deref().unwrap_or("arm-server-2022"))?;
-    let eager_split = options.split.eager_split.unwrap_or(design.eager_split);
-    let scenario = Scenario {
-        vcpus: options.memory.vcpus,
-        bytes: options.memory.bytes.0,
-        iterations: options.iterations,
-        manual_protect: !options.no_manual_protect,
-        eager_split: eager_split.chunk().map(|chunk| chunk.0),
-        seed: options.seed,
-    };
-    let found = run(&scenario, &profile, &design)?;
+    let setup = Setup::new(options, backing, mode)?;
+    let found = setup.run()?;
+    let Setup { design, config, .. } = setup;
     let phases: Vec<_> = found.iter().map(counted).collect();
     let time: Vec<_> = found.iter().map(|phase| Time::of(phase, &design)).collect();
     let mut summary = vec!["Where time went, of all who worked in a phase:".to_owned()];
@@ -200,22 +239,6 @@ pub(super) fn run_and_print(
     if backing.pages == Pages::Base {
         notes.push("virtual time has transparent huge pages behind guest memory".to_owned());
     }
-    let config = Config {
-        vcpus: scenario.vcpus,
-        bytes: options.memory.bytes,
-        iterations: scenario.iterations,
-        manual_protect: scenario.manual_protect,
-        eager_split,
-        seed: scenario.seed,
-        clock: Clock::Virtual,
-        profile: profile.name,
-        design: design.name,
-        lock: design.lock,
-        barrier: design.barrier,
-        skip_levels: design.skip_levels,
-        maintenance: design.maintenance,
-        host_lock: design.host_lock,
-    };
     let report = Report::<_, _, Found> {
         workload: "dirty-log",
         backend: "virtual",
@@ -228,6 +251,23 @@ pub(super) fn run_and_print(
         check: None,
     };
     output::print(&report, &options.output)
+}
+
+/// Runs the workload in virtual time and says where the time of a fault went.
+///
+/// # Errors
+/// As [`run_and_print`].
+pub(super) fn run_and_explain(
+    options: &Options,
+    backing: Backing,
+    mode: GuestMode,
+) -> Result<(), Failure> {
+    let setup = Setup::new(options, backing, mode)?;
+    let phases = setup.run()?;
+    let Setup { scenario, profile, design, config } = setup;
+    let pages = scenario.bytes / PAGE * u64::from(scenario.vcpus);
+    Explanation::new(("dirty-log", config), &phases, (&profile, &design), pages)
+        .print(&options.output)
 }
 
 fn counted(phase: &Phase) -> report::Phase {
