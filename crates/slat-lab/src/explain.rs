@@ -99,9 +99,11 @@ fn numbers(cause: Cause) -> &'static [&'static str] {
         Cause::TableAllocate => &["table-allocate"],
         Cause::TableClear => &["table-clear"],
         Cause::Caches => &["maintain-2m"],
-        Cause::Walk => {
-            &["walk-visit", "walk-protect", "walk-split", "walk-section", "walk-barrier"]
-        }
+        Cause::Section => &["walk-section"],
+        Cause::Visit => &["walk-visit"],
+        Cause::Protect => &["walk-protect"],
+        Cause::Split => &["walk-split", "walk-visit"],
+        Cause::WalkBarrier => &["walk-barrier"],
         Cause::Spin => &["barrier"],
         Cause::HostLockWait
         | Cause::LockWait

@@ -13,6 +13,7 @@ use crate::virtual_time::profile::Kind;
 mod cell;
 mod faults;
 mod published;
+mod walked;
 mod walks;
 
 use cell::{Cell, Section, SlatCell};

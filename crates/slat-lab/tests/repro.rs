@@ -1,5 +1,7 @@
-//! What `slat repro` promises: published figures beside ours, each marked, and the same bytes at every run. The tables that
-//! need a faster build are run by CI.
+//! What `slat repro` promises: published figures beside ours, each marked, and the same at every run. The tables that need
+//! a faster build are run by CI.
+
+use std::sync::LazyLock;
 
 use serde_json::Value;
 
@@ -9,14 +11,17 @@ use command::{report, slat};
 
 const WALKS: [&str; 2] = ["skip-levels", "move-barrier"];
 
+/// A walk takes a debug build seconds.
+static REPORTS: LazyLock<[Value; 2]> =
+    LazyLock::new(|| WALKS.map(|table| report(&format!("repro --only {table}"))));
+
 fn keys(object: &Value) -> Vec<&str> {
     object.as_object().unwrap().keys().map(String::as_str).collect()
 }
 
 #[test]
 fn claimed_cells_are_within_tolerance() {
-    for (table, cells, tolerance) in [(WALKS[0], 6, 5.0), (WALKS[1], 9, 10.0)] {
-        let report = report(&format!("repro --only {table}"));
+    for (report, cells, tolerance) in [(&REPORTS[0], 6, 5.0), (&REPORTS[1], 9, 10.0)] {
         let found = report["cells"].as_array().unwrap();
         assert_eq!(found.len(), cells);
         for cell in found {
@@ -31,8 +36,8 @@ fn claimed_cells_are_within_tolerance() {
 
 #[test]
 fn the_object_has_the_documented_shape() {
-    let report = report("repro --only move-barrier");
-    assert_eq!(keys(&report), ["cells", "slat"]);
+    let report = &REPORTS[1];
+    assert_eq!(keys(report), ["cells", "slat"]);
     let expected =
         ["cell", "kind", "note", "ok", "ours", "published", "table", "tolerance", "unit"];
     assert_eq!(keys(&report["cells"][0]), expected);
@@ -41,7 +46,7 @@ fn the_object_has_the_documented_shape() {
 
 #[test]
 fn only_the_fitted_cell_is_not_a_prediction() {
-    let report = report("repro --only move-barrier");
+    let report = &REPORTS[1];
     let kinds: Vec<_> =
         report["cells"].as_array().unwrap().iter().map(|cell| cell["kind"].clone()).collect();
     assert_eq!(kinds[0], "fitted");
@@ -49,12 +54,18 @@ fn only_the_fitted_cell_is_not_a_prediction() {
 }
 
 #[test]
-fn the_same_bytes_come_at_every_run() {
-    for table in WALKS {
-        let run = || slat(&format!("repro --only {table}")).stdout;
-        let text = String::from_utf8(run()).unwrap();
-        assert_eq!(text.as_bytes(), run());
-        assert!(text.lines().last().unwrap().contains("cells within tolerance"), "{text}");
+fn to_skip_children_is_slightly_slower_than_to_skip_levels() {
+    for cell in REPORTS[0]["cells"].as_array().unwrap() {
+        let child = cell["note"].as_str().unwrap().rsplit(' ').next().unwrap();
+        let slower = child.parse::<f64>().unwrap() - cell["ours"].as_f64().unwrap();
+        assert!((-0.01..1.0).contains(&slower), "{cell}");
+    }
+}
+
+#[test]
+fn the_same_figures_come_at_every_run() {
+    for (table, first) in WALKS.iter().zip(&*REPORTS) {
+        assert_eq!(*first, report(&format!("repro --only {table}")));
     }
 }
 
@@ -63,7 +74,9 @@ fn what_is_not_reproduced_says_so() {
     for table in ["rmap-counter", "trailing-prefetch"] {
         let output = slat(&format!("repro --only {table}"));
         assert_eq!(output.status.code(), Some(0));
-        assert!(String::from_utf8(output.stdout).unwrap().contains("not yet"));
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.contains("not yet"), "{text}");
+        assert!(text.lines().last().unwrap().contains("cells within tolerance"), "{text}");
         let report = report(&format!("repro --only {table}"));
         assert_eq!(report["cells"][0]["ours"], Value::Null);
     }

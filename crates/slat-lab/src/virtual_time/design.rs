@@ -13,6 +13,7 @@ const BUILT_IN: &[(&str, &str)] = &[
     ("linux-6.11", include_str!("../../data/designs/linux-6.11.toml")),
     ("linux-6.12", include_str!("../../data/designs/linux-6.12.toml")),
     ("linux-skip-levels", include_str!("../../data/designs/linux-skip-levels.toml")),
+    ("linux-child-skip", include_str!("../../data/designs/linux-child-skip.toml")),
     ("slat", include_str!("../../data/designs/slat.toml")),
 ];
 

@@ -4,16 +4,14 @@ use std::cell::{Cell, RefCell};
 
 use slat::format::arm::{K4, Stage2};
 use slat::{Gpa, GpaRange};
-use slat_model::clock::{
-    Cause, Fiber, Ledger, Simulation, Time, Timed, advance, ledger, now, park, sync, unpark,
-};
+use slat_model::clock::{Fiber, Ledger, Simulation, Time, Timed, ledger, now, park, sync, unpark};
 use slat_model::{Features, Model};
 use slat_vm::{Hva, LogMode, SlotConfig, Vm, VmOptions, Worker};
 
 use super::design::{Design, Maintenance};
 use super::ground::{BLOCK, Blocks, Busy, Ground, Guest, PAGE, VirtualVm};
-use super::profile::{Profile, Walker};
-use super::walks::{Found, Walks};
+use super::profile::Profile;
+use super::walks::{Broken, Walks};
 use crate::failure::Failure;
 use crate::model;
 use crate::random::Dice;
@@ -55,12 +53,12 @@ pub(crate) fn run(
     profile: &Profile,
     design: &Design,
 ) -> Result<Vec<Phase>, Failure> {
-    let (costs, walks) = (profile.faults()?, profile.walks(Walker::General)?);
+    let (costs, prices) = (profile.faults()?, profile.walks()?);
     let size = scenario.bytes * u64::from(scenario.vcpus);
     let tables = size / BLOCK * 2 + size / (1 << 30) * 2 + 4096;
     let model = Model::builder()
         .cpus(1)
-        .slots(scenario.vcpus as usize + 2)
+        .slots(scenario.vcpus as usize + 4)
         .table_limit(u32::try_from(tables).unwrap_or(u32::MAX))
         .checked(false)
         .features(Features::default())
@@ -92,9 +90,17 @@ pub(crate) fn run(
             .spawn(Time(0), move || stage.take_part(&mut guest, conductor))
             .map_err(broken)?;
     }
+    let walks = (!ground.charges_steps())
+        .then(|| Walks::new(vm.tree(), (design, prices), scenario.eager_split))
+        .transpose()
+        .map_err(broken)?;
+    let range = GpaRange::new(Gpa(0), size);
+    let range = range.ok_or(Failure::Usage("a vCPU needs memory".to_owned()))?;
     let mut conduct = Conductor {
         scenario,
+        range,
         walks,
+        books: Counters::default(),
         vm: &vm,
         worker,
         ground: &ground,
@@ -149,7 +155,11 @@ impl Stage {
 
 struct Conductor<'a> {
     scenario: &'a Scenario,
-    walks: Walks,
+    range: GpaRange,
+    /// The thread's walks, where they are not the engine's.
+    walks: Option<Walks<'a, 'a>>,
+    /// What the engine did in such a design only to keep the books of the log.
+    books: Counters,
     vm: &'a VirtualVm<'a>,
     worker: Worker<'a, Timed>,
     ground: &'a Ground<'a>,
@@ -160,35 +170,37 @@ struct Conductor<'a> {
 impl<'a> Conductor<'a> {
     fn all(&mut self) -> Result<(), String> {
         let Scenario { manual_protect: manual, eager_split, iterations, .. } = *self.scenario;
-        let eager = eager_split.is_some();
-        let pages = self.scenario.bytes * u64::from(self.scenario.vcpus) / PAGE;
-        let found = |blocks| Found { pages, blocks, every: 1, cleared: 1 };
-        let Self { walks, ground: Ground { design, .. }, .. } = *self;
+        let (eager, range) = (eager_split.is_some(), self.range);
+        let pages = range.size() / PAGE;
         self.pass("populate", None)?;
-        let (mode, takes) = match manual {
-            true => (LogMode::Manual { initially_all_set: true }, 0.0),
-            false => {
-                let split = if eager { walks.split_all(design, found(true)) } else { 0.0 };
-                (LogMode::Protect, walks.protect_all(found(true)) + split)
-            }
+        let mode = match manual {
+            true => LogMode::Manual { initially_all_set: true },
+            false => LogMode::Protect,
         };
-        self.step("enable", None, takes, |vm, worker| vm.enable_log(worker, 0, mode))?;
+        self.step(
+            ("enable", None),
+            |walks| if manual { Ok(()) } else { walks.enable(range, eager) },
+            |vm, worker| vm.enable_log(worker, 0, mode),
+        )?;
         let mut bitmap = vec![0; pages.div_ceil(64) as usize];
+        // Every page is written in every pass.
+        let written = vec![u64::MAX; bitmap.len()];
         for round in 1..=iterations {
             self.pass("dirty", Some(round))?;
-            // Blocks are there until a log is cleared with a split, or a write has split them.
-            let clear = walks.clear(design, found(manual && round == 1), eager && manual);
-            let (get, clear) = if manual { (0.0, clear) } else { (clear, 0.0) };
-            self.step("get", Some(round), get, |vm, worker| {
-                vm.dirty_log(worker, 0, &mut bitmap).map(drop)
-            })?;
+            self.step(
+                ("get", Some(round)),
+                |walks| if manual { Ok(()) } else { walks.clear(range, &written, false) },
+                |vm, worker| vm.dirty_log(worker, 0, &mut bitmap).map(drop),
+            )?;
             if manual {
-                self.step("clear", Some(round), clear, |vm, worker| {
-                    vm.clear_dirty_log(worker, 0, 0, pages, &bitmap).map(drop)
-                })?;
+                self.step(
+                    ("clear", Some(round)),
+                    |walks| walks.clear(range, &bitmap, eager),
+                    |vm, worker| vm.clear_dirty_log(worker, 0, 0, pages, &bitmap).map(drop),
+                )?;
             }
         }
-        self.step("disable", None, 0.0, |vm, worker| vm.disable_log(worker, 0))
+        self.step(("disable", None), |_| Ok(()), |vm, worker| vm.disable_log(worker, 0))
     }
 
     fn pass(&mut self, name: &'static str, iteration: Option<u32>) -> Result<(), String> {
@@ -200,25 +212,35 @@ impl<'a> Conductor<'a> {
         self.stage.failed.borrow().clone().map_or(Ok(()), Err)
     }
 
-    /// The hypervisor's thread does something: it takes what the engine's steps take, or so many nanoseconds.
+    /// The hypervisor's thread does something: as the engine does it, or as the design's walks do, after which the engine
+    /// keeps the books.
     fn step<E: std::fmt::Display>(
         &mut self,
-        name: &'static str,
-        iteration: Option<u32>,
-        takes: f64,
+        phase: (&'static str, Option<u32>),
+        walk: impl FnOnce(&mut Walks<'a, 'a>) -> Result<(), Broken>,
         act: impl FnOnce(&VirtualVm<'a>, &mut Worker<'a, Timed>) -> Result<(), E>,
     ) -> Result<(), String> {
         let before = self.read(Who::Thread);
-        let Self { vm, ground, worker, .. } = self;
-        let done = if ground.charges_steps() {
-            act(vm, worker)
-        } else {
-            advance(Time::from_ns(takes), Cause::Walk);
-            ground.machine.silently(|| act(vm, worker))
+        let done = match &mut self.walks {
+            None => act(self.vm, &mut self.worker),
+            Some(walks) => {
+                walk(walks).map_err(|why| why.to_string())?;
+                let counted = self.counted();
+                let Self { vm, ground, worker, .. } = self;
+                let done = ground.machine.on_account(|| act(vm, worker));
+                self.books = self.books + (self.counted() - counted);
+                done
+            }
         };
         done.map_err(|error| error.to_string())?;
-        self.end((name, iteration), Who::Thread, before);
+        self.end(phase, Who::Thread, before);
         Ok(())
+    }
+
+    fn counted(&self) -> Counters {
+        let engine = model::counters(self.ground.machine.model(), &self.worker);
+        let walks = self.walks.as_ref().map(Walks::counters).unwrap_or_default();
+        engine + walks + self.ground.counters.get()
     }
 
     /// What has come together until now.
@@ -228,8 +250,7 @@ impl<'a> Conductor<'a> {
             Who::Vcpus => (0..vcpus).fold(Ledger::default(), |sum, n| sum.and(&ledger(Fiber(n)))),
             Who::Thread => ledger(Fiber(vcpus)),
         };
-        let machine = model::counters(self.ground.machine.model(), &self.worker);
-        let counters = machine + self.ground.counters.get();
+        let counters = self.counted() - self.books;
         Moment { at: now(), ledger, busy: self.ground.busy(), counters }
     }
 
@@ -264,6 +285,8 @@ struct Moment {
 
 #[cfg(test)]
 mod tests {
+    use slat_model::clock::Cause;
+
     use super::*;
 
     fn phases(vcpus: u32, design: &Design) -> Vec<Phase> {

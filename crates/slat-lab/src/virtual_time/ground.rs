@@ -260,7 +260,7 @@ impl Guest<'_> {
         ground.populate((gpa.0 / BLOCK) as usize);
         ground.host_lock();
         self.lock_and_map(gpa, if mapped { Time(0) } else { ground.costs.maintain_2m });
-        ground.machine.silently(|| self.handle(fault))
+        ground.machine.on_account(|| self.handle(fault))
     }
 
     fn handle(&mut self, fault: Fault) -> Result<(), String> {

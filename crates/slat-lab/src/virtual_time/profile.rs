@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use slat_model::clock::{Costs, Time};
 
-use super::walks::Walks;
+use super::walks::Prices;
 use crate::failure::Failure;
 
 const BUILT_IN: &[(&str, &str)] = &[
@@ -49,15 +49,6 @@ pub(crate) struct Profile {
     pub(crate) name: String,
     pub(crate) summary: String,
     numbers: BTreeMap<String, Number>,
-}
-
-/// Whose walks.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Walker {
-    /// A general walker, which calls for each entry.
-    General,
-    /// This engine's.
-    Engine,
 }
 
 /// What a cell of a published table is to a profile.
@@ -187,22 +178,32 @@ impl Profile {
         })
     }
 
-    /// What the walks of the hypervisor's thread cost.
+    /// What the walks of the hypervisor's thread cost by a general walker, which is called for each entry.
     ///
     /// # Errors
     /// [`Failure::Usage`]: the profile does not say, or what is wrong with it.
-    pub(crate) fn walks(&self, of: Walker) -> Result<Walks, Failure> {
-        let walker = match of {
-            Walker::General => "walk",
-            Walker::Engine => "engine",
-        };
-        let number = |what| self.number(&format!("{walker}-{what}"), TIMES);
-        Ok(Walks {
-            visit: number("visit")?,
-            protect: number("protect")?,
-            split: number("split")?,
-            section: number("section")?,
-            barrier: self.number("walk-barrier", TIMES)?,
+    pub(crate) fn walks(&self) -> Result<Prices, Failure> {
+        let visit = self.time("walk-visit")?;
+        Ok(Prices {
+            visit,
+            protect: self.time("walk-protect")?,
+            split: self.time("walk-split")?.since(visit),
+            section: self.time("walk-section")?,
+            barrier: self.time("walk-barrier")?,
+        })
+    }
+
+    /// What the engine's steps cost where such walks are all that is known of the machine.
+    ///
+    /// # Errors
+    /// As [`walks`](Self::walks).
+    pub(crate) fn engine(&self) -> Result<Costs, Failure> {
+        Ok(Costs {
+            load: self.time("engine-load")?,
+            exchange: self.time("engine-exchange")?,
+            clear_table: self.time("engine-fill")?,
+            pin: self.time("engine-pin")?,
+            ..Costs::default()
         })
     }
 
@@ -245,7 +246,7 @@ mod tests {
         for (name, _) in BUILT_IN {
             let profile = Profile::load(name).unwrap();
             assert_eq!(&profile.name, name);
-            assert!(profile.faults().is_ok() || profile.walks(Walker::Engine).is_ok(), "{name}");
+            assert!(profile.faults().is_ok() || profile.engine().is_ok(), "{name}");
             let calibrated =
                 profile.numbers.values().filter(|n| n.origin.starts_with("calibrated on "));
             assert!(calibrated.count() <= 4, "{name}");

@@ -85,8 +85,16 @@ causes! {
     TableClear = "table_clear", "tables: clearing";
     /// Cleaning caches.
     Caches = "caches", "cache maintenance";
-    /// Walks of the hypervisor's thread, where a design charges for them as a whole.
-    Walk = "walk", "walks of the thread";
+    /// Beginning a walk of a section, where a general walker is called for each entry.
+    Section = "walk_section", "walk: beginning it";
+    /// Visits of entries of such a walk in vain.
+    Visit = "walk_visit", "walk: entries in vain";
+    /// Entries that it write-protects.
+    Protect = "walk_protect", "walk: entries protected";
+    /// Entries of tables that it splits blocks into.
+    Split = "walk_split", "walk: entries split";
+    /// Barriers while it splits.
+    WalkBarrier = "walk_barrier", "walk: barriers";
     /// Looks of a spin.
     Spin = "spin", "spins";
     /// Nothing to do until another fiber says so.

@@ -41,11 +41,8 @@ impl Lines {
         owner != me && owner != NOBODY && (store || owner != EVERYBODY)
     }
 
-    /// The calling fiber's CPU takes the line, alone for a store, which takes `transfer` if it was elsewhere: one
-    /// transfer after the other. Call [`sync`] before, not while anything is borrowed.
-    ///
-    /// [`sync`]: super::sync
-    pub(crate) fn take(&mut self, at: Hpa, store: bool, transfer: Time) {
+    /// The calling fiber's CPU has the line from now on, alone for a store.
+    pub(crate) fn own(&mut self, at: Hpa, store: bool) {
         let elsewhere = self.is_elsewhere(at, store);
         let line = self.line(at);
         if store {
@@ -53,7 +50,17 @@ impl Lines {
         } else if elsewhere {
             line.owner = EVERYBODY;
         }
+    }
+
+    /// The calling fiber's CPU takes the line, alone for a store, which takes `transfer` if it was elsewhere: one
+    /// transfer after the other. Call [`sync`] before, not while anything is borrowed.
+    ///
+    /// [`sync`]: super::sync
+    pub(crate) fn take(&mut self, at: Hpa, store: bool, transfer: Time) {
+        let elsewhere = self.is_elsewhere(at, store);
+        self.own(at, store);
         if elsewhere {
+            let line = self.line(at);
             wait_until(line.free, Cause::LineWait);
             advance(transfer, Cause::Line);
             line.free = now();

@@ -57,8 +57,18 @@ struct State {
     /// Stores since the last barrier. By whom does not matter: a barrier follows before anybody else runs, or the line
     /// has moved and the store with it.
     stores: Cell<u64>,
-    /// Nothing is charged: a design charges for the whole by itself.
-    silent: Cell<bool>,
+    charged: Cell<Charged>,
+}
+
+/// What is charged of what the engine does. Where it is not everything, a design charges for the rest by itself.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Charged {
+    Everything,
+    /// Lines that come from other CPUs.
+    Lines,
+    /// Nothing, but lines of entries are this CPU's from then on.
+    Owners,
+    Nothing,
 }
 
 /// A value that is used by one thread only, though it is reached through what several could share.
@@ -98,7 +108,7 @@ impl Timed {
             lines: RefCell::new(Lines::default()),
             interconnect: Serial::new(),
             stores: Cell::new(0),
-            silent: Cell::new(false),
+            charged: Cell::new(Charged::Everything),
         };
         Self { model, costs, state: OneThread::new(state) }
     }
@@ -118,17 +128,36 @@ impl Timed {
         self.state.get().interconnect.busy()
     }
 
-    /// Does something for which nothing is charged: a design that charges for the whole by itself.
+    /// Does something for which nothing is charged and after which every line is where it was: what hardware does, or
+    /// nobody.
     pub fn silently<R>(&self, act: impl FnOnce() -> R) -> R {
-        let silent = &self.state.get().silent;
-        let before = silent.replace(true);
+        self.charging(Charged::Nothing, act)
+    }
+
+    /// Does something for which a design charges by itself. The lines of entries that it takes are this CPU's then.
+    pub fn on_account<R>(&self, act: impl FnOnce() -> R) -> R {
+        self.charging(Charged::Owners, act)
+    }
+
+    /// The same, but lines that come from other CPUs are charged here.
+    pub fn by_line<R>(&self, act: impl FnOnce() -> R) -> R {
+        self.charging(Charged::Lines, act)
+    }
+
+    fn charging<R>(&self, what: Charged, act: impl FnOnce() -> R) -> R {
+        let charged = &self.state.get().charged;
+        let before = charged.replace(what);
         let result = act();
-        silent.set(before);
+        charged.set(before);
         result
     }
 
+    fn is_charged(&self) -> bool {
+        self.state.get().charged.get() == Charged::Everything
+    }
+
     fn charge(&self, cost: Time, cause: Cause) {
-        if !self.state.get().silent.get() {
+        if self.is_charged() {
             advance(cost, cause);
         }
     }
@@ -136,15 +165,20 @@ impl Timed {
     /// An access to an entry: by its own line, or after the line has come.
     fn access(&self, entry: Hpa, store: bool, (cost, cause): (Time, Cause)) {
         let state = self.state.get();
-        if state.silent.get() {
-            return;
+        let charged = state.charged.get();
+        match charged {
+            Charged::Nothing => return,
+            Charged::Owners => return state.lines.borrow_mut().own(entry, store),
+            Charged::Everything | Charged::Lines => {}
         }
         let elsewhere = state.lines.borrow_mut().is_elsewhere(entry, store);
         if elsewhere {
             sync();
         }
         state.lines.borrow_mut().take(entry, store, self.costs.transfer);
-        advance(cost, cause);
+        if charged == Charged::Everything {
+            advance(cost, cause);
+        }
     }
 
     fn barrier(&self) {
@@ -155,10 +189,10 @@ impl Timed {
     }
 
     fn broadcast(&self) {
-        let state = self.state.get();
-        if state.silent.get() {
+        if !self.is_charged() {
             return;
         }
+        let state = self.state.get();
         let takes = |_| [(Cause::Interconnect, self.costs.broadcast_shared)];
         state.interconnect.occupy(Cause::InterconnectWait, takes);
         advance(self.costs.broadcast, Cause::Broadcast);

@@ -233,7 +233,7 @@ pub(super) fn run_and_print(
     summary.extend(found.iter().filter_map(shares));
     let mut notes = Vec::new();
     if design.lock != MmuLock::None {
-        let what = "counts are those of slat's engine, which does this design's work too";
+        let what = "faults are counted in slat's engine, which does this design's work too; walks, in the design's visitors";
         notes.push(what.to_owned());
     }
     if backing.pages == Pages::Base {
