@@ -33,6 +33,7 @@ mod cpu;
 mod execute;
 mod host;
 mod lock;
+mod long_mode;
 mod mapping;
 mod model;
 mod physical;
@@ -47,5 +48,6 @@ pub use checker::{Before, CachedLeaf, OnViolation, Reach, Report, Until, Violati
 pub use counters::Counters;
 pub use cpu::{Access, Cpu, Fault, FaultKind, Translated};
 pub use host::{Backing, HostMemory, HostMemoryError, HostPage};
+pub use long_mode::{LinearAccess, LongMode, LongModeCpu, Translation as LinearTranslation};
 pub use model::Model;
 pub use thread::Step;

@@ -117,7 +117,7 @@ pub use heap::OutOfMemory;
 pub use host::{Access, Host, HostError, HostPage};
 pub use invalidate::{Guard, InvalidateError};
 pub use log::{LogError, LogMode};
-pub use lookup::LookUpError;
+pub use lookup::{LookUpError, Mapping};
 pub use memslots::{Slot, SlotChange};
 pub use monitor::MonitorLog;
 #[cfg(feature = "vm-memory")]

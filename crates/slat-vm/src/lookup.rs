@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-use slat::{Error, Format, Gpa, GpaRange, Hpa, Lookup, Machine, Participant, Pin};
+use slat::{Attributes, Error, Format, Gpa, GpaRange, Hpa, Lookup, Machine, Participant, Pin};
 
 use crate::chunks::At;
 use crate::fault::facts_at;
@@ -46,6 +46,17 @@ impl From<OtherMachine> for LookUpError {
     }
 }
 
+/// What a guest address is mapped to.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Mapping {
+    /// Where it lies.
+    pub output: Hpa,
+    /// Bytes of the page or block that it is mapped in; the rest of it is as congruent as its own address is.
+    pub size: u64,
+    /// What is permitted and noted there.
+    pub attributes: Attributes,
+}
+
 impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// Calls `f` with the host-physical address behind `gpa` in address space 0, and whether the guest may write there.
     /// During the call, and no longer, the page belongs to the guest: who takes it back waits. `f` runs pinned: it must
@@ -73,6 +84,31 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         gpa: Gpa,
         f: impl FnOnce(Hpa, bool) -> T,
     ) -> Result<T, LookUpError> {
+        self.with_mapping(who, space, gpa, |mapping| f(mapping.output, mapping.attributes.write))
+    }
+
+    /// Where `gpa` in an address space lies, and how it is mapped. Outdated as soon as it is there: good for who hears of
+    /// what is taken back, from the caller of [`invalidate_begin`](Self::invalidate_begin) and the like, and can wait
+    /// until then. Costs a pin and a descent.
+    ///
+    /// # Errors
+    /// [`LookUpError`].
+    pub fn mapping(
+        &self,
+        who: &Participant<'_, M>,
+        space: u16,
+        gpa: Gpa,
+    ) -> Result<Mapping, LookUpError> {
+        self.with_mapping(who, space, gpa, |mapping| mapping)
+    }
+
+    fn with_mapping<T>(
+        &self,
+        who: &Participant<'_, M>,
+        space: u16,
+        gpa: Gpa,
+        f: impl FnOnce(Mapping) -> T,
+    ) -> Result<T, LookUpError> {
         self.admit(who.machine())?;
         let tree = self.tree_of(space).ok_or(LookUpError::NotMapped)?;
         let pin = who.pin();
@@ -81,7 +117,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             Error::OutOfRange { limit } => LookUpError::OutOfRange { limit },
             _ => LookUpError::Retry,
         })?;
-        let Lookup::Mapped { output, template, .. } = found else {
+        let Lookup::Mapped { output, level, template } = found else {
             return Err(LookUpError::NotMapped);
         };
         // Rule 7: between the grace period of an invalidation and its unmap, the entry is still there. Where the slot
@@ -90,7 +126,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         if !self.progress.untouched(&pin, sample, touch) && !skips(Skip::LookUp) {
             return Err(LookUpError::Retry);
         }
-        Ok(f(output, tree.attributes(template).write))
+        let size = tree.geometry().size(level);
+        Ok(f(Mapping { output, size, attributes: tree.attributes(template) }))
     }
 
     /// The byte at `gpa` and what the host knows it by.
