@@ -24,6 +24,7 @@ mod progress;
 mod random;
 mod report;
 mod repro;
+mod shadowed;
 mod size;
 mod soak;
 mod stage;

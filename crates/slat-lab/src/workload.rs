@@ -13,6 +13,7 @@ mod memslot_stress;
 mod mmu_stress;
 mod page_table;
 mod pre_fault;
+mod rmap_fork;
 
 /// Everything that is said about each workload: its variant and module, its name on the command line, the kernel's test
 /// whose options and phases it has, and what it does.
@@ -69,6 +70,7 @@ workloads! {
     PreFault(pre_fault) "pre-fault", as "pre_fault_memory_test": "Map memory ahead of any access"
     MmuStress(mmu_stress) "mmu-stress", as "mmu_stress_test":
         "Write all memory while the host makes it read-only and writable"
+    RmapFork(rmap_fork) "rmap-fork", as "rmap_fork": "Fork many processes of a guest whose tables are shadowed"
 }
 
 impl Workload {

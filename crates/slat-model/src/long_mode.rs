@@ -16,6 +16,9 @@ const LARGE: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
+/// log2 of the bytes of a page.
+const SHIFTS: [u32; 3] = [12, 21, 30];
+
 /// An access by virtual address.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct LinearAccess {
@@ -65,8 +68,8 @@ struct Link {
 /// The CPU.
 #[derive(Debug, Default)]
 pub struct LongModeCpu {
-    /// By page number, of 4096 bytes, however large the page is.
-    translations: HashMap<u64, Translation>,
+    /// By log2 of the page's bytes, and its number.
+    translations: HashMap<(u32, u64), Translation>,
     /// By height and the address bits above it.
     links: HashMap<(u32, u64), Link>,
 }
@@ -84,7 +87,8 @@ impl LongModeCpu {
         gva: u64,
         access: LinearAccess,
     ) -> Result<Hpa, u32> {
-        let cached = self.translations.get(&(gva >> 12)).copied();
+        let cached = SHIFTS.iter().find_map(|&shift| self.translations.get(&(shift, gva >> shift)));
+        let cached = cached.copied();
         // A store through a translation whose dirty flag is not known to be set walks again.
         let usable = cached.filter(|found| found.dirty || !access.write);
         let (found, present) = match usable {
@@ -93,7 +97,7 @@ impl LongModeCpu {
         };
         match found.filter(|found| found.permits(mode, access)) {
             Some(found) => {
-                self.translations.insert(gva >> 12, found);
+                self.translations.insert((found.shift, gva >> found.shift), found);
                 Ok(Hpa(found.output.0 | gva & ((1 << found.shift) - 1)))
             }
             None => {
@@ -181,9 +185,12 @@ impl LongModeCpu {
 
     /// `INVLPG`, for all address spaces.
     pub fn invalidate(&mut self, gva: u64) {
-        let size = self.translations.get(&(gva >> 12)).map_or(12, |found| found.shift);
-        self.translations.retain(|page, _| page << 12 >> size != gva >> size);
-        self.links.retain(|&(height, above), _| gva >> (12 + 9 * (height + 1)) != above);
+        for shift in SHIFTS {
+            self.translations.remove(&(shift, gva >> shift));
+        }
+        for height in 0..4 {
+            self.links.remove(&(height, gva >> (12 + 9 * (height + 1))));
+        }
     }
 
     /// Forgets everything.
@@ -192,9 +199,9 @@ impl LongModeCpu {
         self.links.clear();
     }
 
-    /// Every translation that the CPU holds, by page number.
+    /// Every translation that the CPU holds, by address.
     pub fn cached(&self) -> impl Iterator<Item = (u64, Translation)> + '_ {
-        self.translations.iter().map(|(&page, &found)| (page, found))
+        self.translations.iter().map(|(&(shift, page), &found)| (page << shift, found))
     }
 }
 

@@ -134,7 +134,7 @@ fn what_is_zapped_is_out_of_every_cpu() {
     guest.memory.backed.borrow_mut()[100] = None;
     guest.shadow.zap(&guest.memory, range(100, 1));
     for cpu in &*guest.memory.cpus.borrow() {
-        assert_eq!(cpu.cached().filter(|(page, _)| *page == 1).count(), 0);
+        assert_eq!(cpu.cached().filter(|(gva, _)| *gva == 0x1000).count(), 0);
     }
     // The host gives another page.
     let moved = guest::Backed { output: guest::HOST + 5000 * PAGE, writable: true, size: PAGE };
