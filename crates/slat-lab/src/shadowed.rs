@@ -1,8 +1,10 @@
 //! A guest whose own tables are shadowed: one CPU in long mode on the shadow's tables, and guest memory below them.
 
 use std::cell::{Cell, RefCell};
+use std::hint;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use slat::format::arm::{K4, Stage2};
 use slat::{Gpa, GpaRange, Hpa};
@@ -76,13 +78,14 @@ impl Ground {
         }
     }
 
-    /// Calls `f` with a guest that has all of the memory from address 0 on.
+    /// Calls `f` with a guest that has all of the memory from address 0 on, and whose every exit takes so much longer.
     ///
     /// # Errors
     /// [`Failure`] if it cannot be made, or what `f` says.
     pub(crate) fn with<R: ReverseMaps, T>(
         &self,
         options: ShadowOptions,
+        exit_time: Duration,
         f: impl FnOnce(&mut Guest<'_, '_, R>) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         let run = |error: &dyn std::error::Error| Failure::Run(error.to_string());
@@ -107,6 +110,7 @@ impl Ground {
             shadow,
             bytes: &bytes,
             root: None,
+            exit_time,
             exits: Exits::default(),
         };
         f(&mut guest)
@@ -138,6 +142,7 @@ pub(crate) struct Guest<'a, 'm, R: ReverseMaps> {
     pub(crate) shadow: Shadow<'m, Model, R>,
     bytes: &'a Below<'m>,
     root: Option<(u64, Root)>,
+    exit_time: Duration,
     pub(crate) exits: Exits,
 }
 
@@ -145,7 +150,18 @@ impl<R: ReverseMaps> Guest<'_, '_, R> {
     /// The CPU loads `CR3`.
     pub(crate) fn load(&mut self, cr3: u64) -> Result<(), Failure> {
         self.exits.roots += 1;
+        self.leave();
         self.reload(cr3)
+    }
+
+    /// What hardware takes to leave the guest and to enter it again.
+    fn leave(&self) {
+        if !self.exit_time.is_zero() {
+            let start = Instant::now();
+            while start.elapsed() < self.exit_time {
+                hint::spin_loop();
+            }
+        }
     }
 
     fn reload(&mut self, cr3: u64) -> Result<(), Failure> {
@@ -164,6 +180,7 @@ impl<R: ReverseMaps> Guest<'_, '_, R> {
     /// The CPU invalidates one page.
     pub(crate) fn invalidate(&mut self, gva: u64) {
         self.exits.invalidations += 1;
+        self.leave();
         let memory = VmMemory { vm: self.vm, who: self.worker.participant(), bytes: self.bytes };
         if let Some((_, root)) = &self.root {
             self.shadow.invalidate_page(&memory, root, gva);
@@ -215,6 +232,7 @@ impl<R: ReverseMaps> Guest<'_, '_, R> {
                 return Ok(Ok(word.load(Ordering::Acquire)));
             }
             self.exits.page_faults += 1;
+            self.leave();
             let memory =
                 VmMemory { vm: self.vm, who: self.worker.participant(), bytes: self.bytes };
             let exit = self
@@ -268,7 +286,7 @@ impl<R: ReverseMaps> Guest<'_, '_, R> {
         Ok(())
     }
 
-    /// The host's own look at the guest's memory.
+    /// How often all translations of the CPU were removed for the shadow's sake.
     pub(crate) fn flushes(&self) -> u64 {
         self.bytes.flushes.get()
     }

@@ -13,7 +13,7 @@ mod memslot_stress;
 mod mmu_stress;
 mod page_table;
 mod pre_fault;
-mod rmap_fork;
+pub(crate) mod rmap_fork;
 
 /// Everything that is said about each workload: its variant and module, its name on the command line, the kernel's test
 /// whose options and phases it has, and what it does.

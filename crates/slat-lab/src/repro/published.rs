@@ -14,7 +14,7 @@ pub(crate) struct Published {
     pub(crate) parallel_faults_v5: Faults,
     pub(crate) skip_levels: SkipLevels,
     pub(crate) move_barrier: MoveBarrier,
-    pub(crate) rmap_counter: Later,
+    pub(crate) rmap_counter: RmapCounter,
     pub(crate) trailing_prefetch: Later,
 }
 
@@ -64,6 +64,25 @@ pub(crate) struct Mean {
 pub(crate) struct MoveBarrier {
     pub(crate) source: String,
     pub(crate) clear_dirty_log_percent: f64,
+}
+
+/// Times of one run, in a unit that the mail does not give.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct RmapCounter {
+    pub(crate) source: String,
+    pub(crate) setup: String,
+    pub(crate) fork_time: ReverseMaps,
+    pub(crate) fork_spread_percent: ReverseMaps,
+}
+
+/// By how reverse maps are kept.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct ReverseMaps {
+    pub(crate) slots_3: f64,
+    pub(crate) slots_15: f64,
+    pub(crate) slots_14_counter: f64,
 }
 
 /// A table that is not reproduced yet.

@@ -1,6 +1,6 @@
 //! `slat rmap-fork`: a guest forks and reaps many processes that share memory, under shadow paging.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use slat_shadow::rmap::{Chains, ReverseMaps};
@@ -17,8 +17,8 @@ mod options;
 mod slots;
 
 use kernel::{Kernel, content};
-use options::{Config, Design};
-pub(crate) use options::{LONG_HELP, Options};
+use options::Config;
+pub(crate) use options::{Design, LONG_HELP, Options};
 use slots::{Counted, Searched, Slots};
 
 /// What only this workload measures.
@@ -95,6 +95,15 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     output::print(&report, &options.output)
 }
 
+/// Seconds of a run with all defaults, but for the design and the time of an exit in nanoseconds.
+///
+/// # Errors
+/// See [`Failure`].
+pub(crate) fn seconds(design: Design, exit_time: u64) -> Result<f64, Failure> {
+    let ended = play(&Config::standard(design, exit_time)?)?;
+    Ok(ended.phases.iter().map(|phase| phase.seconds).sum())
+}
+
 /// A run that has ended.
 struct Ended {
     phases: Vec<Phase>,
@@ -114,7 +123,8 @@ fn play(config: &Config) -> Result<Ended, Failure> {
 fn play_with<R: ReverseMaps>(config: &Config) -> Result<Ended, Failure> {
     let options = ShadowOptions { pages: config.shadow_pages as usize, ..ShadowOptions::default() };
     let ground = Ground::new(config.guest_bytes.0, options.pages)?;
-    ground.with::<R, _>(options, |guest| {
+    let exit_time = Duration::from_nanos(config.exit_time_ns);
+    ground.with::<R, _>(options, exit_time, |guest| {
         let kernel = Kernel::boot(guest, config.guest_bytes.0, |gpa, value| {
             ground.poke(gpa, value);
         })?;

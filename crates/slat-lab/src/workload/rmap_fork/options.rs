@@ -68,6 +68,10 @@ pub(crate) struct Options {
     #[arg(long, value_name = "PAGES", default_value_t = 65536, value_parser = clap::value_parser!(u32).range(64..4_194_304))]
     shadow_pages: u32,
 
+    /// What it takes to leave the guest and to enter it again, in nanoseconds that the CPU spins; the model alone takes none
+    #[arg(long, value_name = "NS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    exit_time: u64,
+
     #[command(flatten)]
     check: CheckOption,
 
@@ -83,6 +87,7 @@ pub(crate) struct Config {
     pub(super) write_percent: u32,
     pub(super) design: Design,
     pub(super) shadow_pages: u32,
+    pub(super) exit_time_ns: u64,
     pub(super) check: bool,
     #[serde(skip)]
     pub(super) pages: u64,
@@ -124,10 +129,31 @@ impl Options {
             write_percent: self.write,
             design: self.design,
             shadow_pages: self.shadow_pages,
+            exit_time_ns: self.exit_time,
             check: self.check.check,
             pages,
             guest_bytes: Size(guest),
         })
+    }
+}
+
+impl Config {
+    /// What `rmap-fork` runs without any option, but for these.
+    ///
+    /// # Errors
+    /// None that its defaults have.
+    pub(crate) fn standard(design: Design, exit_time: u64) -> Result<Self, Failure> {
+        let options = Options {
+            children: 500,
+            bytes: Size(2 << 20),
+            write: 1,
+            design,
+            shadow_pages: 65536,
+            exit_time,
+            check: CheckOption { check: false },
+            output: OutputOptions { json: false },
+        };
+        options.settle()
     }
 }
 
@@ -137,8 +163,13 @@ impl fmt::Display for Config {
         let design = name.as_ref().map_or("", |name| name.get_name());
         write!(
             f,
-            "{} children share {}, each writes {} %; design {design}, {} shadow pages, guest of {}",
-            self.children, self.bytes, self.write_percent, self.shadow_pages, self.guest_bytes
+            "{} children share {}, each writes {} %; design {design}, {} shadow pages, guest of {}, exits of {} ns",
+            self.children,
+            self.bytes,
+            self.write_percent,
+            self.shadow_pages,
+            self.guest_bytes,
+            self.exit_time_ns
         )
     }
 }
