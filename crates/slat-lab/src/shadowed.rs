@@ -97,7 +97,8 @@ impl Ground {
         let mut worker = vm.worker().map_err(|error| run(&error))?;
         vm.create_slot(&mut worker, 0, SlotConfig::new(Gpa(0), self.bytes, Hva(0)))?;
         let vcpu = vm.vcpu().map_err(|error| run(&error))?;
-        let mut shadow = Shadow::new(&self.model, options).map_err(|error| run(&error))?;
+        let mut shadow =
+            Shadow::with_reverse_maps(&self.model, options).map_err(|error| run(&error))?;
         let whole = GpaRange::new(Gpa(0), self.bytes)
             .ok_or_else(|| Failure::Usage("the guest has no memory".to_owned()))?;
         shadow.create_slot(whole).map_err(|error| run(&error))?;

@@ -146,12 +146,22 @@ pub struct Shadow<'m, M: Machine, R: ReverseMaps = Chains> {
     pub(crate) statistics: ShadowStatistics,
 }
 
-impl<'m, M: Machine, R: ReverseMaps> Shadow<'m, M, R> {
+impl<'m, M: Machine> Shadow<'m, M> {
     /// An empty shadow. Tables come from `machine`, which has a granule of 4096 bytes.
     ///
     /// # Errors
     /// [`ShadowError::Options`], [`ShadowError::OutOfMemory`].
     pub fn new(machine: &'m M, options: ShadowOptions) -> Result<Self, ShadowError> {
+        Self::with_reverse_maps(machine, options)
+    }
+}
+
+impl<'m, M: Machine, R: ReverseMaps> Shadow<'m, M, R> {
+    /// [`new`](Shadow::new), with reverse maps that are kept another way.
+    ///
+    /// # Errors
+    /// As for [`new`](Shadow::new).
+    pub fn with_reverse_maps(machine: &'m M, options: ShadowOptions) -> Result<Self, ShadowError> {
         let pages = 64..EntryRef::PAGES as usize;
         let mappings = 1..=crate::rmap::MAX_ENTRIES;
         if !pages.contains(&options.pages) || !mappings.contains(&options.mappings) {

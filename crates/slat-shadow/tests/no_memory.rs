@@ -117,8 +117,7 @@ fn a_fault_without_memory_maps_nothing_and_succeeds_later() {
 #[test]
 fn a_shadow_and_a_slot_without_memory_are_refused() {
     let machine = Heap::new(4096, 1);
-    let made =
-        refusing(0, || slat_shadow::Shadow::<Heap>::new(&machine, ShadowOptions::default()).err());
+    let made = refusing(0, || slat_shadow::Shadow::new(&machine, ShadowOptions::default()).err());
     assert_eq!(made, Some(ShadowError::OutOfMemory));
     let mut guest = guest(&machine);
     for allowed in 0..5 {

@@ -218,7 +218,7 @@ fn another_role_or_frame_is_another_shadow_page_and_none_survives_its_slot() {
 fn more_mappings_than_the_limit_zap_the_frame_and_go_on() {
     let machine = Heap::new(4096, 4);
     let options = ShadowOptions { mappings: 8, ..ShadowOptions::default() };
-    let mut guest = Guest::<slat_shadow::rmap::Chains>::new(&machine, 64, 1, options);
+    let mut guest: Guest<'_> = Guest::new(&machine, 64, 1, options);
     let table = |frame: u64| frame * PAGE | P | W | U | A;
     guest.poke(PAGE, table(2));
     guest.poke(2 * PAGE, table(3));
@@ -241,7 +241,7 @@ fn more_mappings_than_the_limit_zap_the_frame_and_go_on() {
 fn few_pages_are_recycled_and_every_access_still_gets_through() {
     let machine = Heap::new(4096, 4);
     let options = ShadowOptions { pages: 64, ..ShadowOptions::default() };
-    let mut guest = Guest::<slat_shadow::rmap::Chains>::new(&machine, 512, 1, options);
+    let mut guest: Guest<'_> = Guest::new(&machine, 512, 1, options);
     let table = |frame: u64| frame * PAGE | P | W | U | A;
     guest.poke(PAGE, table(2));
     guest.poke(2 * PAGE, table(3));
@@ -297,7 +297,7 @@ fn what_makes_no_sense_is_refused_with_what_to_do() {
     let ragged = GpaRange::new(Gpa(1 << 30), 5000).unwrap();
     assert_eq!(guest.shadow.create_slot(ragged), Err(ShadowError::Slot(ragged)));
     let options = ShadowOptions { pages: 10, ..ShadowOptions::default() };
-    let refused = slat_shadow::Shadow::<Heap>::new(&machine, options).err().expect("refused");
+    let refused = slat_shadow::Shadow::new(&machine, options).err().expect("refused");
     assert!(refused.to_string().contains("64"), "{refused}");
     assert_eq!(
         guest.shadow.load_root(&guest.memory, guest.mode, 1 << 60).unwrap_err(),

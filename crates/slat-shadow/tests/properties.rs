@@ -318,11 +318,14 @@ impl<'m> Play<'m> {
     }
 }
 
+fn cases() -> ProptestConfig {
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    let cases = cases.unwrap_or(64);
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig {
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(cases())]
 
     #[test]
     fn after_a_flush_every_address_leads_where_the_guests_tables_say(

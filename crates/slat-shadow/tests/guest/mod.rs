@@ -135,7 +135,7 @@ pub type Outcome = Result<u64, u32>;
 impl<'m, R: ReverseMaps> Guest<'m, R> {
     /// `frames` of memory, in one slot.
     pub fn new(machine: &'m Heap, frames: usize, cpus: usize, options: ShadowOptions) -> Self {
-        let mut shadow = Shadow::new(machine, options).unwrap();
+        let mut shadow = Shadow::with_reverse_maps(machine, options).unwrap();
         shadow.create_slot(range(0, frames as u64)).unwrap();
         let roots = (0..cpus).map(|_| None).collect();
         Self { machine, memory: Memory::new(frames, cpus), shadow, roots, mode: MODE }
