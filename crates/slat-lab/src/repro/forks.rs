@@ -8,9 +8,9 @@ use crate::workload::rmap_fork::{self, Design};
 
 const TABLE: &str = "rmap-counter";
 /// Runs of each design, by turns.
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 7;
 /// Nanoseconds that it takes to leave and to enter the guest: calibrated on slots-15. The mail does not name its machine.
-const EXIT_TIME: u64 = 5000;
+const EXIT_TIME: u64 = 3000;
 /// Per cent of the time of slots-3.
 const POINTS: f64 = 10.0;
 
@@ -64,7 +64,7 @@ pub(super) fn reproduce(published: &RmapCounter) -> Result<Section, Failure> {
 pub(super) fn elsewhere(published: &RmapCounter) -> Section {
     let head = vec![
         format!("{TABLE}: {}", published.source),
-        format!("  on the real clock, half a minute: slat repro --only {TABLE}"),
+        format!("  on the real clock, a quarter of a minute: slat repro --only {TABLE}"),
     ];
     Section { head, ..Section::default() }
 }

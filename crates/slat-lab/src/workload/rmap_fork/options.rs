@@ -53,7 +53,7 @@ pub(crate) struct Options {
     children: u32,
 
     /// Memory of the process
-    #[arg(short = 'b', value_name = "SIZE", default_value = "2M")]
+    #[arg(short = 'b', value_name = "SIZE", default_value = "512K")]
     bytes: Size,
 
     /// Part of the memory that each child writes, so that it is copied
@@ -145,7 +145,7 @@ impl Config {
     pub(crate) fn standard(design: Design, exit_time: u64) -> Result<Self, Failure> {
         let options = Options {
             children: 500,
-            bytes: Size(2 << 20),
+            bytes: Size(512 << 10),
             write: 1,
             design,
             shadow_pages: 65536,
