@@ -6,8 +6,10 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+mod ab;
 mod backing;
 mod check;
+mod compare;
 mod config;
 mod contents;
 mod crew;
@@ -67,6 +69,14 @@ enum Command {
         workload: Workload,
     },
 
+    /// What changed from one file of a workload's results to another, ready for a mail
+    #[command(after_long_help = compare::LONG_HELP)]
+    Compare(compare::Options),
+
+    /// Runs a workload in two ways by turns and compares them: `slat ab --design X --vs Y WORKLOAD ...`
+    #[command(after_long_help = ab::LONG_HELP)]
+    Ab(ab::Options),
+
     /// The designs that virtual time knows, what each of them chooses, and the machines
     #[command(after_long_help = virtual_time::FILES)]
     Designs,
@@ -80,6 +90,8 @@ pub fn main() -> ExitCode {
         Command::List => output::line(&workload::list()),
         Command::Repro(options) => repro::run(&options),
         Command::Explain { workload } => workload.explain(),
+        Command::Compare(options) => compare::run(&options),
+        Command::Ab(options) => ab::run(&options),
         Command::Designs => virtual_time::list().and_then(|text| output::line(&text)),
     };
     match done {
