@@ -22,6 +22,7 @@ mod layout;
 mod model;
 mod options;
 mod output;
+mod page;
 mod progress;
 mod random;
 mod report;
@@ -69,6 +70,10 @@ enum Command {
         workload: Workload,
     },
 
+    /// One page for a browser: what `repro` prints, plots of it, and where time goes
+    #[command(after_long_help = page::LONG_HELP)]
+    Report(page::Options),
+
     /// What changed from one file of a workload's results to another, ready for a mail
     #[command(after_long_help = compare::LONG_HELP)]
     Compare(compare::Options),
@@ -90,6 +95,7 @@ pub fn main() -> ExitCode {
         Command::List => output::line(&workload::list()),
         Command::Repro(options) => repro::run(&options),
         Command::Explain { workload } => workload.explain(),
+        Command::Report(options) => page::run(&options),
         Command::Compare(options) => compare::run(&options),
         Command::Ab(options) => ab::run(&options),
         Command::Designs => virtual_time::list().and_then(|text| output::line(&text)),

@@ -14,10 +14,14 @@ mod cell;
 mod faults;
 mod forks;
 mod published;
+mod series;
 mod walked;
 mod walks;
 
-use cell::{Cell, Section, SlatCell};
+pub(crate) use cell::{Cell, Section, SlatCell};
+pub(crate) use faults::Scale;
+pub(crate) use series::{Pass, Point, Series};
+
 use published::{Later, Published};
 
 /// What follows the options in `--help`.
@@ -70,15 +74,12 @@ struct Report<'a> {
 /// # Errors
 /// [`Failure::Run`] if a claimed cell is out of tolerance; [`Failure::Output`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    let published = Published::load()?;
     let tables = match &options.only {
         Some(table) => std::slice::from_ref(table),
         None => Table::value_variants(),
     };
-    let mut sections = Vec::new();
-    for table in tables {
-        sections.extend(table.reproduce(&published, options.full, options.only.is_some())?);
-    }
+    let scale = if options.full { Scale::FULL } else { Scale::SMALL };
+    let sections = reproduce(tables, scale, options.only.is_some())?;
     let mut out = io::stdout().lock();
     if options.output.json {
         let cells = sections.iter().flat_map(|section| &section.cells).collect();
@@ -99,18 +100,35 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
+/// Everything that is published, and ours.
+///
+/// # Errors
+/// A run broke off, or what is built in is wrong.
+pub(crate) fn all(scale: Scale) -> Result<Vec<Section>, Failure> {
+    reproduce(Table::value_variants(), scale, false)
+}
+
+/// `alone`: nothing else was asked for.
+fn reproduce(tables: &[Table], scale: Scale, alone: bool) -> Result<Vec<Section>, Failure> {
+    let published = Published::load()?;
+    let mut sections = Vec::new();
+    for table in tables {
+        sections.extend(table.reproduce(&published, scale, alone)?);
+    }
+    Ok(sections)
+}
+
 impl Table {
-    /// `alone`: nothing else was asked for.
     fn reproduce(
         self,
         published: &Published,
-        full: bool,
+        scale: Scale,
         alone: bool,
     ) -> Result<Vec<Section>, Failure> {
         match self {
             Self::ParallelFaults => {
                 let setup = |table, profile, published| {
-                    faults::Setup { table, profile, published, full }.reproduce()
+                    faults::Setup { table, profile, published, scale }.reproduce()
                 };
                 let rfc = &published.parallel_faults_rfc;
                 let v5 = &published.parallel_faults_v5;
@@ -145,7 +163,7 @@ fn later(table: &'static str, published: &Later) -> Section {
         claimed: false,
     };
     let head = vec![format!("{table}: {}", published.source)];
-    Section { head, cells: vec![cell], slat: Vec::new() }
+    Section { head, cells: vec![cell], ..Section::default() }
 }
 
 /// How many claimed cells are out of tolerance.
@@ -156,8 +174,8 @@ fn missed(sections: &[Section]) -> usize {
         + slat.filter(|cell| !cell.reached).count()
 }
 
-/// The last line.
-fn verdict(sections: &[Section]) -> String {
+/// How many cells are as published, in a line.
+pub(crate) fn verdict(sections: &[Section]) -> String {
     let cells = sections.iter().flat_map(|section| &section.cells);
     let cells: Vec<_> = cells.filter(|cell| cell.ours.is_some()).collect();
     let ok = cells.iter().filter(|cell| cell.ok).count();

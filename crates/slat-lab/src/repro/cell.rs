@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::series::Series;
 use crate::virtual_time::columns;
 use crate::virtual_time::profile::Kind;
 
@@ -52,6 +53,8 @@ pub(crate) struct Section {
     pub(crate) head: Vec<String>,
     pub(crate) cells: Vec<Cell>,
     pub(crate) slat: Vec<SlatCell>,
+    /// What can be drawn of it.
+    pub(crate) series: Vec<Series>,
 }
 
 impl Cell {
@@ -93,8 +96,8 @@ impl Cell {
         Self { table, cell, unit, published, ours, kind, tolerance: points, ok, note, claimed }
     }
 
-    /// The row of a table; what is long is told below it, among `remarks`.
-    fn row<'a>(&'a self, remarks: &mut Vec<&'a str>) -> [String; 7] {
+    /// Published, ours, the difference, the kind, and whether it is within tolerance, as text.
+    pub(crate) fn figures(&self) -> [String; 5] {
         let figure = |figure: Option<f64>| {
             figure.map_or("-".to_owned(), |figure| format!("{figure:.2} {}", self.unit))
         };
@@ -111,10 +114,16 @@ impl Cell {
             (_, Kind::Predicted, ok) => ("predicted", of(ok)),
             (_, Kind::Fitted, ok) => ("fitted", of(ok)),
         };
+        let (published, ours) = (figure(self.published), figure(self.ours));
+        [published, ours, difference, kind.to_owned(), verdict.to_owned()]
+    }
+
+    /// The row of a table; what is long is told below it, among `remarks`.
+    fn row<'a>(&'a self, remarks: &mut Vec<&'a str>) -> [String; 7] {
+        let [published, ours, difference, kind, verdict] = self.figures();
         let note =
             if self.note.len() > LONG { mark(remarks, &self.note) } else { self.note.clone() };
-        let (published, ours) = (figure(self.published), figure(self.ours));
-        [self.cell.clone(), published, ours, difference, kind.to_owned(), verdict.to_owned(), note]
+        [self.cell.clone(), published, ours, difference, kind, verdict, note]
     }
 }
 
@@ -133,12 +142,16 @@ fn mark<'a>(remarks: &mut Vec<&'a str>, remark: &'a str) -> String {
 }
 
 impl SlatCell {
-    fn row(&self) -> [String; 3] {
-        let ours = match self.ours {
+    /// What slat gives, as text.
+    pub(crate) fn figure(&self) -> String {
+        match self.ours {
             Ours::One(figure) => format!("{figure:.2}"),
             Ours::Interval([kept, gone]) => format!("{kept:.3} .. {gone:.3}"),
-        };
-        [self.cell.clone(), ours, self.note.clone()]
+        }
+    }
+
+    fn row(&self) -> [String; 3] {
+        [self.cell.clone(), self.figure(), self.note.clone()]
     }
 }
 

@@ -2,16 +2,40 @@
 
 use super::cell::{Cell, Ours, Section, SlatCell};
 use super::published;
+use super::series::{Pass, Point, Series};
 use crate::failure::Failure;
 use crate::virtual_time::design::{Design, HostLock};
 use crate::virtual_time::dirty_log::{Scenario, run};
 use crate::virtual_time::profile::Profile;
 
-/// Memory of each vCPU in the published runs, and by default here.
+/// Memory of each vCPU in the published runs.
 const PUBLISHED: u64 = 4 << 30;
-const SMALL: u64 = 64 << 20;
-/// More vCPUs than were ever published, with this much memory each.
-const MANY: (u32, u64) = (1024, 8 << 20);
+/// How much is run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scale {
+    /// Memory of each vCPU in cells that were published.
+    bytes: u64,
+    /// vCPUs that are more than ever were published, and memory of each.
+    many: (u32, u64),
+    /// Whether so many run the designs of that time, too: no cell needs it.
+    all_many: bool,
+}
+
+impl Scale {
+    /// The published size.
+    pub(crate) const FULL: Self = Self { bytes: PUBLISHED, ..Self::SMALL };
+    /// A part that takes seconds.
+    pub(crate) const SMALL: Self = Self { bytes: 64 << 20, many: (1024, 8 << 20), all_many: false };
+    /// A part that takes seconds in a build for tests.
+    #[cfg(test)]
+    pub(crate) const TINY: Self = Self { bytes: 2 << 20, many: (64, 2 << 20), all_many: true };
+
+    /// The same, with as many vCPUs in every design as in slat's.
+    pub(crate) fn with_all_many(self) -> Self {
+        Self { all_many: true, ..self }
+    }
+}
+
 /// Per cent.
 const TOLERANCE: f64 = 15.0;
 
@@ -34,14 +58,14 @@ pub(super) struct Setup<'a> {
     pub(super) table: &'static str,
     pub(super) profile: &'static str,
     pub(super) published: &'a published::Faults,
-    pub(super) full: bool,
+    pub(super) scale: Scale,
 }
 
-/// Seconds of a run at the published size.
-#[derive(Clone, Copy, Debug)]
-struct Seconds {
-    populate: f64,
-    dirty: f64,
+/// The passes of a run.
+#[derive(Clone, Debug)]
+struct Passes {
+    populate: Point,
+    dirty: Point,
 }
 
 /// The name of a cell.
@@ -56,14 +80,15 @@ impl Setup<'_> {
     /// A run broke off, or what is built in is wrong.
     pub(super) fn reproduce(&self) -> Result<Section, Failure> {
         let profile = Profile::load(self.profile)?;
-        let bytes = if self.full { PUBLISHED } else { SMALL };
-        let section = self.compare(&profile, bytes)?;
-        Ok(Section { slat: self.slat(&profile, bytes)?, ..section })
+        let mut section = self.compare(&profile)?;
+        self.add_slat(&profile, &mut section)?;
+        Ok(section)
     }
 
-    /// The designs of that time, with so much memory for each vCPU.
-    fn compare(&self, profile: &Profile, bytes: u64) -> Result<Section, Failure> {
-        let mut section = Section { head: self.head(profile, bytes), ..Section::default() };
+    /// The designs of that time.
+    fn compare(&self, profile: &Profile) -> Result<Section, Failure> {
+        let bytes = self.scale.bytes;
+        let mut section = Section { head: self.head(profile), ..Section::default() };
         let published::Faults { vcpus, dirty_seconds, populate_seconds, .. } = self.published;
         let designs = [
             ("before", "linux-5.18", &dirty_seconds.before, &populate_seconds.before),
@@ -73,19 +98,45 @@ impl Setup<'_> {
         for (version, design, dirty_published, populate_published) in designs {
             let design = Design::load(design)?;
             let published = dirty_published.iter().zip(populate_published);
+            let mut runs = Vec::new();
             for (&vcpus, (&dirty, &populated)) in vcpus.iter().zip(published) {
-                let ours = seconds(profile, &design, (vcpus, bytes))?;
+                let mut ours = passes(profile, &design, (vcpus, bytes))?;
                 let series = format!("dirty-seconds.{version}");
-                section.cells.push(self.cell(profile, &series, vcpus, (dirty, ours.dirty)));
+                section.cells.push(self.cell(profile, &series, vcpus, (dirty, ours.dirty.seconds)));
                 let series = format!("populate-seconds.{version}");
-                populate.push(self.cell(profile, &series, vcpus, (populated, ours.populate)));
+                populate.push(self.cell(
+                    profile,
+                    &series,
+                    vcpus,
+                    (populated, ours.populate.seconds),
+                ));
+                ours.dirty.published = Some(dirty);
+                ours.populate.published = Some(populated);
+                runs.push(ours);
             }
+            if self.scale.all_many {
+                runs.push(passes(profile, &design, self.scale.many)?);
+            }
+            section.series.extend(self.series(&design, runs));
         }
         section.cells.extend(populate);
         Ok(section)
     }
 
-    fn head(&self, profile: &Profile, bytes: u64) -> Vec<String> {
+    /// Both passes of runs of a design.
+    fn series(&self, design: &Design, runs: Vec<Passes>) -> [Series; 2] {
+        let (dirty, populate) = runs.into_iter().map(|run| (run.dirty, run.populate)).unzip();
+        [(Pass::Dirty, dirty), (Pass::Populate, populate)].map(|(pass, points)| Series {
+            table: self.table,
+            pass,
+            design: design.name.clone(),
+            host_lock: design.host_lock,
+            points,
+        })
+    }
+
+    fn head(&self, profile: &Profile) -> Vec<String> {
+        let bytes = self.scale.bytes;
         let factor = PUBLISHED / bytes;
         let memory = match factor {
             1 => "4G a vCPU as published".to_owned(),
@@ -112,48 +163,56 @@ impl Setup<'_> {
         Cell::seconds((self.table, cell, kind), figures, TOLERANCE, reason)
     }
 
-    fn slat(&self, profile: &Profile, bytes: u64) -> Result<Vec<SlatCell>, Failure> {
+    /// What slat's design gives.
+    fn add_slat(&self, profile: &Profile, section: &mut Section) -> Result<(), Failure> {
+        let Scale { bytes, many, .. } = self.scale;
         let kept = Design::load("slat")?;
         let designs =
             [HostLock::Kept, HostLock::Gone].map(|host_lock| Design { host_lock, ..kept.clone() });
         let both = |size| {
             let [kept, gone] = &designs;
-            Ok::<_, Failure>([seconds(profile, kept, size)?, seconds(profile, gone, size)?])
+            Ok::<_, Failure>([passes(profile, kept, size)?, passes(profile, gone, size)?])
         };
-        let clear = profile.faults()?.clear_2m.as_seconds();
-        let mut cells = Vec::new();
-        let mut times = Vec::new();
+        let dirty = |runs: &[Passes; 2]| [0, 1].map(|at| runs[at].dirty.seconds);
+        let mut runs = Vec::new();
         for &vcpus in &self.published.vcpus {
             let ours = both((vcpus, bytes))?;
-            times.push((vcpus, ours));
-            let dirty = ours.map(|ours| ours.dirty);
-            cells.push(self.slat_cell(name("dirty-seconds", vcpus), dirty, String::new(), None));
+            let cell = name("dirty-seconds", vcpus);
+            section.slat.push(self.slat_cell(cell, dirty(&ours), String::new(), None));
+            runs.push(ours);
         }
-        for (vcpus, ours) in &times {
-            let bound = clear * (PUBLISHED >> 21) as f64 * f64::from(*vcpus);
-            let populate = ours.map(|ours| ours.populate);
+        let clear = profile.faults()?.clear_2m.as_seconds();
+        for [kept, gone] in &runs {
+            let vcpus = kept.populate.vcpus;
+            let bound = clear * (PUBLISHED >> 21) as f64 * f64::from(vcpus);
+            let populate = [kept, gone].map(|ours| ours.populate.seconds);
             let note = format!(
                 "memory bandwidth allows {bound:.3}; with the host lock kept {:.2} of it",
                 populate[0] / bound
             );
-            cells.push(self.slat_cell(name("populate-seconds", *vcpus), populate, note, None));
-        }
-        let small = both((1, MANY.1))?;
-        let many = both(MANY)?;
-        let ratio =
-            |more: [Seconds; 2], one: [Seconds; 2]| [0, 1].map(|i| more[i].dirty / one[i].dirty);
-        if let (Some((1, one)), Some((vcpus, most))) = (times.first(), times.last()) {
-            let cell = format!("dirty at {vcpus} vCPUs to 1");
-            cells.push(self.slat_cell(
-                cell,
-                ratio(*most, *one),
-                "at most 1.10".to_owned(),
-                Some(1.10),
+            section.slat.push(self.slat_cell(
+                name("populate-seconds", vcpus),
+                populate,
+                note,
+                None,
             ));
         }
-        let cell = format!("dirty at {} vCPUs to 1", MANY.0);
-        cells.push(self.slat_cell(cell, ratio(many, small), "at most 1.20".to_owned(), Some(1.20)));
-        Ok(cells)
+        let ratio = |more: [f64; 2], one: [f64; 2]| [0, 1].map(|at| more[at] / one[at]);
+        if let (Some(one), Some(most)) = (runs.first(), runs.last()) {
+            let cell = format!("dirty at {} vCPUs to 1", most[0].dirty.vcpus);
+            let (ours, note) = (ratio(dirty(most), dirty(one)), "at most 1.10".to_owned());
+            section.slat.push(self.slat_cell(cell, ours, note, Some(1.10)));
+        }
+        let (small, large) = (both((1, many.1))?, both(many)?);
+        let cell = format!("dirty at {} vCPUs to 1", many.0);
+        let (ours, note) = (ratio(dirty(&large), dirty(&small)), "at most 1.20".to_owned());
+        section.slat.push(self.slat_cell(cell, ours, note, Some(1.20)));
+        runs.push(large);
+        let (kept, gone) = runs.into_iter().map(|[kept, gone]| (kept, gone)).unzip();
+        for (design, runs) in designs.iter().zip([kept, gone]) {
+            section.series.extend(self.series(design, runs));
+        }
+        Ok(())
     }
 
     fn slat_cell(&self, cell: String, ours: [f64; 2], note: String, most: Option<f64>) -> SlatCell {
@@ -163,19 +222,27 @@ impl Setup<'_> {
 }
 
 /// Runs the workload with so many vCPUs and so much memory each.
-fn seconds(
+fn passes(
     profile: &Profile,
     design: &Design,
     (vcpus, bytes): (u32, u64),
-) -> Result<Seconds, Failure> {
+) -> Result<Passes, Failure> {
     let scenario =
         Scenario { vcpus, bytes, iterations: 2, manual_protect: true, eager_split: None, seed: 1 };
     let phases = run(&scenario, profile, design)?;
     let last = |name| {
         let phase = phases.iter().rfind(|phase| phase.name == name);
-        phase.map_or(0.0, |phase| phase.took.as_seconds() * (PUBLISHED / bytes) as f64)
+        let phase = phase.ok_or_else(|| Failure::Run(format!("no phase {name}")))?;
+        Ok::<_, Failure>(Point {
+            vcpus,
+            bytes,
+            published: None,
+            seconds: phase.took.as_seconds() * (PUBLISHED / bytes) as f64,
+            faults: phase.counters.faults,
+            ledger: phase.ledger,
+        })
     };
-    Ok(Seconds { populate: last("populate"), dirty: last("dirty") })
+    Ok(Passes { populate: last("populate")?, dirty: last("dirty")? })
 }
 
 #[cfg(test)]
@@ -187,8 +254,9 @@ mod tests {
     fn an_exclusive_lock_grows_linearly_and_a_shared_one_turns_up_at_32() {
         let published = Published::load().unwrap().parallel_faults_rfc;
         let (table, profile) = ("parallel-faults-rfc", "arm-server-2022");
-        let setup = Setup { table, profile, published: &published, full: false };
-        let section = setup.compare(&Profile::load(profile).unwrap(), 4 << 20).unwrap();
+        let scale = Scale { bytes: 4 << 20, ..Scale::TINY };
+        let setup = Setup { table, profile, published: &published, scale };
+        let section = setup.compare(&Profile::load(profile).unwrap()).unwrap();
         let ours = |series: &str| {
             let cells = section.cells.iter().filter(|cell| cell.cell.starts_with(series));
             cells.map(|cell| cell.ours.unwrap()).collect::<Vec<_>>()

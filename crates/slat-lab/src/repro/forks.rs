@@ -57,7 +57,7 @@ pub(super) fn reproduce(published: &RmapCounter) -> Result<Section, Failure> {
         note: "per cent; what is left is exits and the guest's own work".to_owned(),
         reached: true,
     };
-    Ok(Section { head, cells, slat: vec![slat] })
+    Ok(Section { head, cells, slat: vec![slat], ..Section::default() })
 }
 
 /// Where it is measured, for a report that does not.
