@@ -117,6 +117,9 @@ pub trait Maintenance {
     /// that a fault which finds enough permission in the entry need not call
     /// [`invalidate_local`](Self::invalidate_local).
     const FAULT_INVALIDATES: bool = false;
+    /// Whether every CPU tolerates that one page is cached in two sizes that translate it alike, so that a block can be
+    /// split without break-before-make; otherwise [`Features::bbm_level`] says so.
+    const RESIZES: bool = false;
 
     /// Makes the calling CPU's earlier stores to tables visible to every table walker.
     fn publish<M: Machine>(machine: &M);
