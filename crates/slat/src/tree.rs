@@ -87,6 +87,12 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         F::Maintenance::root(self.root, self.format.identifier(self.vmid.to_invalidate()))
     }
 
+    /// What a vCPU of this tree does that found [`Requests::INVALIDATE`](crate::gate::Requests::INVALIDATE) at its gate, on
+    /// the CPU on which it will enter. Nothing where invalidations are broadcast (Arm).
+    pub fn answer(&self) {
+        F::Maintenance::answer(self.machine, &self.context());
+    }
+
     /// Where the root tables are.
     pub fn root(&self) -> Hpa {
         self.root

@@ -173,6 +173,11 @@ impl<A: Flags, V: Violations> Ept<A, V> {
         self
     }
 
+    /// Whether it has been turned on: the VMCS has to say the same.
+    pub const fn has_mode_based_execute(&self) -> bool {
+        self.mode_based
+    }
+
     /// Bits 11:0 of the EPTP: tables in write-back memory, the length of a walk, accessed and dirty flags (table 25-9).
     const fn eptp(&self) -> u16 {
         let levels = if self.geometry.start().number() < 0 {
