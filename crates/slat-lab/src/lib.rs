@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+mod arch;
 mod backing;
 mod check;
 mod config;
