@@ -108,6 +108,7 @@ mod transit;
 mod unmap;
 mod vcpu;
 mod vm;
+mod window;
 mod worker;
 mod young;
 

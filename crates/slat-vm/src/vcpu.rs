@@ -167,6 +167,12 @@ impl<'m, M: Machine> Vcpu<'m, M> {
         Ok(())
     }
 
+    /// Pages of the window that its next fault maps round itself, the page of the fault included: what
+    /// [`VmOptions::fault_around`](crate::VmOptions) says, or what it has adapted to.
+    pub fn fault_around<F: Format, H: Host>(&self, vm: &Vm<'m, F, M, H>) -> u32 {
+        self.hands.window_pages(vm)
+    }
+
     /// Its participant, for the engine's own operations and their counters.
     pub fn participant(&self) -> &Participant<'m, M> {
         &self.hands.participant
