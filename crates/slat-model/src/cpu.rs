@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use slat::gate::Requests;
 use slat::{Gpa, Hpa, Level, Slot};
 
 use crate::checker::{Order, Violation};
@@ -136,7 +137,11 @@ impl Core {
     /// to be invalidated before it is used.
     pub(crate) fn must_invalidate(&self, slots: &[Slot], vmid: u16) -> bool {
         let slot = slots.get(self.slot.load(Ordering::Acquire));
-        let outside = slot.is_some_and(|slot| !slot.gate.is_inside());
+        // A vCPU that enters is inside for a moment before it finds a request and steps back. The request is looked for
+        // first: once it was taken, the vCPU stays outside until it has invalidated, for which it needs this TLB.
+        let outside = slot.is_some_and(|slot| {
+            slot.gate.pending().contains(Requests::INVALIDATE) || !slot.gate.is_inside()
+        });
         let unused = outside || self.vmid() != Some(vmid);
         if unused {
             let mut due = self.due();
