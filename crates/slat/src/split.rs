@@ -54,7 +54,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// how many blocks were split.
     ///
     /// Uses as much of the reserve as it finds: with enough for a whole subtree a block is split down to `to` at once,
-    /// with less one level at a time. Costs a table fill a block, one publish, and one invalidation a block. What is
+    /// with less one level at a time. Costs a table fill a block, one publish, and one invalidation a block (x86: none). What is
     /// split already costs a look at each entry above `to`.
     ///
     /// # Errors
@@ -113,7 +113,8 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     }
 
     /// The split of [`split_entry`](Self::split_entry) on a CPU that tolerates a change of size (x86; FEAT_BBM level 2): one
-    /// exchange, so that no vCPU meets LOCKED, and an invalidation after it.
+    /// exchange, so that no vCPU meets LOCKED, and an invalidation after it. Where every invalidation is of the whole tree
+    /// there is none: the block says what its pages say, and goes with the first of them that changes.
     fn resize(
         &self,
         reserve: &mut Reserve<'_, M>,
@@ -127,7 +128,9 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         self.resizing.fetch_add(1, Ordering::Relaxed);
         let linked = table.exchange(index, entry, self.format.table(new.table)).is_ok();
         if linked {
-            self.invalidate_level(counters, self.leaf_at(at, level));
+            if !F::Maintenance::RESIZES {
+                self.invalidate_level(counters, self.leaf_at(at, level));
+            }
             self.note_split(counters, level, new.to);
         } else {
             self.take_apart(reserve, new.table, new.level);

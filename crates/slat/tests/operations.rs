@@ -853,3 +853,20 @@ fn levels_that_a_tree_has_not_are_refused() {
     assert_eq!(built.unwrap_err(), Error::Level(Level::TOP));
     assert_eq!(tree.geometry().size(Level::TOP), 0);
 }
+
+#[test]
+fn a_split_on_x86_invalidates_nothing_and_the_next_change_of_a_page_everything() {
+    fn check<F: Kind>() {
+        let heap = Heap::new(4096, 1);
+        let mut s = setup::<F>(&heap);
+        s.map(0, 2 * M2, 2);
+        let before = s.who.counters.invalidations.get();
+        s.tree.split(&s.who, &mut s.reserve, range(0, 2 * M2), Level::LAST).unwrap();
+        assert_eq!((s.who.counters.splits.get(), s.who.counters.invalidations.get()), (2, before));
+        s.tree.write_protect(&s.who, range(K, K), |_| {}).unwrap();
+        assert_eq!(s.who.counters.invalidations.get(), before + 1);
+    }
+    check::<Ept>();
+    check::<Ept<InSoftware>>();
+    check::<Npt>();
+}
