@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use crate::arch::Arch;
 use crate::backing::{self, Backing};
 use crate::failure::Failure;
 use crate::granule::GranuleSize;
@@ -23,6 +24,7 @@ pub(crate) struct GuestConfig {
     pub(crate) backing_page: Size,
     pub(crate) mode: GuestMode,
     pub(crate) gpa: u64,
+    pub(crate) arch: Arch,
     pub(crate) granule: GranuleSize,
     pub(crate) ipa_bits: u32,
     pub(crate) fwb: bool,
@@ -67,6 +69,7 @@ pub(crate) fn settle(
         backing_page: backing.page_size(layout.granule),
         mode,
         gpa: layout.gpa,
+        arch: machine.arch,
         granule: layout.granule,
         ipa_bits: layout.ipa_bits,
         fwb: machine.fwb,
@@ -87,6 +90,11 @@ impl GuestConfig {
         notes
     }
 
+    /// Whether tables like this can keep dirty state: Arm's if they are asked to, EPT's with accessed and dirty flags only.
+    pub(crate) fn can_track_dirty(&self) -> bool {
+        self.arch != Arch::Ept || self.hardware_access
+    }
+
     /// How many vCPUs.
     pub(crate) fn crowd(&self) -> String {
         format!("{} vCPU{}", self.vcpus, if self.vcpus == 1 { "" } else { "s" })
@@ -96,13 +104,22 @@ impl GuestConfig {
     pub(crate) fn machine_line(&self, f: &mut fmt::Formatter<'_>, extra: &str) -> fmt::Result {
         write!(
             f,
-            "guest {} at {:#x}; {} granule, {}-bit IPA{extra}{}{}; {} model",
+            "guest {} at {:#x}; {}{extra}{}{}; {} model",
             self.mode.name,
             self.gpa,
-            self.granule.page_size(),
-            self.ipa_bits,
+            match self.arch {
+                Arch::Arm => {
+                    format!("{} granule, {}-bit IPA", self.granule.page_size(), self.ipa_bits)
+                }
+                x86 =>
+                    format!("{}, {}-bit addresses", x86.to_string().to_uppercase(), self.ipa_bits),
+            },
             if self.fwb { ", FWB" } else { "" },
-            if self.hardware_access { ", hardware access flag" } else { "" },
+            match (self.arch, self.hardware_access) {
+                (Arch::Arm, true) => ", hardware access flag",
+                (Arch::Ept, false) => ", no accessed and dirty flags",
+                _ => "",
+            },
             if self.check { "checked" } else { "unchecked" },
         )
     }

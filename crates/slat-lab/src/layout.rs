@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use crate::arch::{Arch, Kind};
 use crate::backing::Backing;
 use crate::granule::{self, GranuleSize};
 use crate::guest_mode::GuestMode;
@@ -32,6 +33,7 @@ impl Plan {
 /// A layout that holds together.
 #[derive(Clone, Debug)]
 pub(crate) struct Layout {
+    pub(crate) kind: Kind,
     pub(crate) granule: GranuleSize,
     /// Width of guest-physical addresses in the tables.
     pub(crate) ipa_bits: u32,
@@ -57,6 +59,20 @@ pub(crate) struct Layout {
 /// Options that cannot be had together, or at all.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub(crate) enum Misfit {
+    #[error(
+        "--granule {granule}: tables of --arch {arch} are of 4K; --arch arm has other granules"
+    )]
+    Granule { arch: Arch, granule: Size },
+    #[error(
+        "--fwb is a feature of Arm; with --arch {arch} memory is write-back whatever the guest says"
+    )]
+    Fwb { arch: Arch },
+    #[error(
+        "--hardware-access off: nested page tables always have accessed flags; EPT can do without"
+    )]
+    Flags,
+    #[error("--ipa-bits {bits}: tables of --arch {arch} translate {least} bits at least")]
+    NarrowTables { arch: Arch, bits: u32, least: u32 },
     #[error("-b 0: a vCPU needs memory to touch")]
     NoMemory,
     #[error("-b {bytes} is not a whole number of {what} of {page}")]
@@ -99,7 +115,9 @@ impl Layout {
     ) -> Result<Self, Misfit> {
         let granule = machine.granule;
         let (page, guest_page) = (granule.page_size(), mode.page_size);
-        let ipa_bits = machine.ipa_bits.unwrap_or(mode.physical_bits);
+        check_arch(machine)?;
+        let least = machine.arch.least_bits();
+        let ipa_bits = machine.ipa_bits.unwrap_or(mode.physical_bits.max(least));
         check_chunk(plan.eager_split, granule, ipa_bits)?;
         let backing_page = backing.page_size(granule);
         if backing_page < page {
@@ -128,6 +146,7 @@ impl Layout {
             None => at_top(size, bits, align.max(backing_page))?,
         };
         Ok(Self {
+            kind: Kind::of(machine),
             granule,
             ipa_bits,
             gpa,
@@ -207,6 +226,23 @@ impl Layout {
             ));
         }
         None
+    }
+}
+
+/// Refuses what only another architecture has.
+fn check_arch(machine: &MachineOptions) -> Result<(), Misfit> {
+    let arch = machine.arch;
+    match machine.ipa_bits {
+        _ if arch == Arch::Arm => Ok(()),
+        _ if machine.granule != GranuleSize::K4 => {
+            Err(Misfit::Granule { arch, granule: machine.granule.page_size() })
+        }
+        _ if machine.fwb => Err(Misfit::Fwb { arch }),
+        _ if arch == Arch::Npt && !machine.hardware_access() => Err(Misfit::Flags),
+        Some(bits) if bits < arch.least_bits() => {
+            Err(Misfit::NarrowTables { arch, bits, least: arch.least_bits() })
+        }
+        _ => Ok(()),
     }
 }
 

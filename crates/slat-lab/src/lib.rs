@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 mod ab;
+mod arch;
 mod backing;
 mod check;
 mod compare;

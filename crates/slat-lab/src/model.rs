@@ -4,18 +4,17 @@
 use std::fmt;
 use std::sync::Arc;
 
-use slat::format::arm::{Granule, Stage2};
 use slat::{Gpa, GpaRange, Hpa, Machine};
-use slat_model::{Cpu, Features, HostMemory, HostMemoryError, Model, OnViolation, Registers};
+use slat_model::{Architecture, Cpu, Features, HostMemory, HostMemoryError, Model, OnViolation};
 use slat_vm::{
     Access, DirtyRing, Exit, FaultError, Host, HostError, HostPage, Hva, PreFault, SlotConfig,
     Vcpu, Vm, VmOptions, Worker,
 };
 
+use crate::arch::Tables;
 use crate::config::GuestConfig;
 use crate::crew;
 use crate::failure::Failure;
-use crate::granule;
 use crate::guest::GuestMemory;
 use crate::layout::Layout;
 use crate::options::MachineOptions;
@@ -28,7 +27,7 @@ const WORKERS: usize = 2;
 const VMID: u16 = 1;
 
 /// A VM on the model.
-pub(crate) type ModelVm<'m, G> = Vm<'m, Stage2<G>, Model, ModelHost>;
+pub(crate) type ModelVm<'m, T> = Vm<'m, T, Model, ModelHost>;
 
 /// The machine for a layout, and its host memory.
 ///
@@ -55,6 +54,7 @@ pub(crate) fn machine_for(
     let vcpus = config.vcpus;
     let features = Features { fwb: options.fwb, ..Features::default() };
     let model = Model::builder()
+        .architecture(options.arch.of_model())
         .page_shift(layout.page.ilog2())
         .cpus(vcpus as usize)
         .slots(vcpus as usize + WORKERS + workers as usize)
@@ -107,21 +107,27 @@ impl From<ModelHost> for Equipment {
 ///
 /// # Errors
 /// [`Failure::Usage`] if tables of this shape cannot be had.
-pub(crate) fn vm<'m, G: Granule>(
+pub(crate) fn vm<'m, T: Tables>(
     model: &'m Model,
     equipment: Equipment,
     layout: &Layout,
     options: &MachineOptions,
-) -> Result<ModelVm<'m, G>, Failure> {
+) -> Result<ModelVm<'m, T>, Failure> {
     let usage = |error: &dyn std::error::Error| Failure::Usage(error.to_string());
-    let format = granule::format::<G>(layout.ipa_bits).map_err(|error| usage(&error))?;
-    let format = format.with_xnx(true).with_fwb(options.fwb);
     let Equipment { host, dirty_ring, hardware_dirty } = equipment;
-    let format = format.with_hardware_access(options.hardware_access());
-    let format = if hardware_dirty { format.with_hardware_dirty(true) } else { format };
+    let format = T::tables(layout.ipa_bits, options, hardware_dirty);
+    let format = format.map_err(|error| usage(&error))?;
     let eager_split = layout.eager_split.chunk().map(|chunk| chunk.0);
-    let coherent_data = options.fwb;
-    let options = VmOptions { eager_split, coherent_data, dirty_ring, ..VmOptions::default() };
+    // On x86 no guest bypasses the caches, nor has any of its own for instructions.
+    let x86 = T::ARCHITECTURE != Architecture::Arm;
+    let (coherent_data, coherent_instructions) = (options.fwb || x86, x86);
+    let options = VmOptions {
+        eager_split,
+        coherent_data,
+        coherent_instructions,
+        dirty_ring,
+        ..VmOptions::default()
+    };
     Vm::new(model, host, format, VMID, options).map_err(|error| usage(&error))
 }
 
@@ -129,8 +135,8 @@ pub(crate) fn vm<'m, G: Granule>(
 ///
 /// # Errors
 /// [`Failure::Usage`] if a slot cannot be of this size.
-pub(crate) fn create_slots<'m, G: Granule>(
-    vm: &ModelVm<'m, G>,
+pub(crate) fn create_slots<'m, T: Tables>(
+    vm: &ModelVm<'m, T>,
     worker: &mut Worker<'m, Model>,
     layout: &Layout,
 ) -> Result<(), Failure> {
@@ -223,10 +229,12 @@ pub(crate) fn fault(fault: slat_model::Fault) -> Option<slat_vm::Fault> {
 
 /// A vCPU: a CPU of the model, and what the hypervisor keeps for it.
 #[derive(Debug)]
-pub(crate) struct ModelVcpu<'a, 'm, G: Granule> {
-    vm: &'a ModelVm<'m, G>,
+pub(crate) struct ModelVcpu<'a, 'm, T: Tables> {
+    vm: &'a ModelVm<'m, T>,
     cpu: Cpu<'m>,
     vcpu: Vcpu<'m, Model>,
+    /// The CPU knows whose gate it is behind.
+    attended: bool,
 }
 
 /// Why a guest's access could not be completed.
@@ -240,18 +248,17 @@ pub(crate) enum Broken {
     Exit(Exit),
 }
 
-impl<'a, 'm, G: Granule> ModelVcpu<'a, 'm, G> {
+impl<'a, 'm, T: Tables> ModelVcpu<'a, 'm, T> {
     /// vCPU `index`, on the CPU of that number.
     ///
     /// # Errors
     /// [`Failure::Run`] if the CPU is taken or the machine has no place for another participant.
-    pub(crate) fn new(vm: &'a ModelVm<'m, G>, index: usize) -> Result<Self, Failure> {
+    pub(crate) fn new(vm: &'a ModelVm<'m, T>, index: usize) -> Result<Self, Failure> {
         let vcpu = vm.vcpu().map_err(|error| Failure::Run(error.to_string()))?;
         let tree = vm.tree();
-        let registers = Registers { vttbr: tree.root_register(), vtcr: tree.format().vtcr() };
-        let cpu = vm.machine().cpu(index, registers);
+        let cpu = vm.machine().cpu(index, T::control_of(tree));
         let cpu = cpu.ok_or_else(|| Failure::Run(format!("the machine has no CPU {index}")))?;
-        Ok(Self { vm, cpu, vcpu })
+        Ok(Self { vm, cpu, vcpu, attended: false })
     }
 
     /// Maps memory ahead of any access, as far as `go_on` agrees.
@@ -271,7 +278,24 @@ impl<'a, 'm, G: Granule> ModelVcpu<'a, 'm, G> {
 
     /// Loads the registers of the guest anew, as after a change of what they say.
     pub(crate) fn reload(&mut self) {
-        self.cpu.load(self.cpu.registers());
+        self.cpu.load(self.cpu.control());
+    }
+
+    /// Inside the guest. Where invalidations are broadcast nobody asks whether a vCPU is there, so its gate stays shut.
+    #[inline]
+    fn in_guest<R>(&mut self, f: impl FnOnce(&mut Cpu<'m>) -> R) -> R {
+        if T::ARCHITECTURE == Architecture::Arm {
+            return f(&mut self.cpu);
+        }
+        if !self.attended {
+            self.attended = true;
+            self.cpu.attend(self.vcpu.participant().index());
+        }
+        loop {
+            if let Ok(_inside) = self.vcpu.enter(self.vm) {
+                return f(&mut self.cpu);
+            }
+        }
     }
 
     /// Leaves the guest, has the fault mended, and may enter again.
@@ -290,13 +314,13 @@ impl<'a, 'm, G: Granule> ModelVcpu<'a, 'm, G> {
     }
 }
 
-impl<G: Granule> GuestMemory for ModelVcpu<'_, '_, G> {
+impl<T: Tables> GuestMemory for ModelVcpu<'_, '_, T> {
     type Error = Broken;
 
     #[inline]
     fn load(&mut self, gpa: u64) -> Result<u64, Broken> {
         loop {
-            match self.cpu.read(Gpa(gpa)) {
+            match self.in_guest(|cpu| cpu.read(Gpa(gpa))) {
                 Ok(value) => return Ok(value),
                 Err(fault) => self.mend(fault)?,
             }
@@ -306,7 +330,7 @@ impl<G: Granule> GuestMemory for ModelVcpu<'_, '_, G> {
     #[inline]
     fn store(&mut self, gpa: u64, value: u64) -> Result<(), Broken> {
         loop {
-            match self.cpu.write(Gpa(gpa), value) {
+            match self.in_guest(|cpu| cpu.write(Gpa(gpa), value)) {
                 Ok(()) => return Ok(()),
                 Err(fault) => self.mend(fault)?,
             }
@@ -314,7 +338,7 @@ impl<G: Granule> GuestMemory for ModelVcpu<'_, '_, G> {
     }
 }
 
-impl<G: Granule> crew::Vcpu for ModelVcpu<'_, '_, G> {
+impl<T: Tables> crew::Vcpu for ModelVcpu<'_, '_, T> {
     fn counters(&self) -> Counters {
         let engine = engine(&self.vcpu.participant().counters);
         Counters { faults: self.vcpu.statistics().faults, ..engine }

@@ -8,6 +8,7 @@ use std::str::FromStr;
 use clap::{Args, ValueEnum};
 use serde::{Serialize, Serializer};
 
+use crate::arch::Arch;
 use crate::backing::Backing;
 use crate::failure::Failure;
 use crate::granule::GranuleSize;
@@ -92,7 +93,17 @@ pub(crate) struct CheckOption {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Machine")]
 pub(crate) struct MachineOptions {
-    /// Granule of the stage-2 tables and page size of the host
+    /// Whose second-level tables: Arm's stage 2, Intel's EPT or AMD's nested tables
+    #[arg(
+        long,
+        value_enum,
+        value_name = "arm|ept|npt",
+        default_value = "arm",
+        hide_possible_values = true
+    )]
+    pub(crate) arch: Arch,
+
+    /// Granule of the stage-2 tables and page size of the host; x86 has 4k only
     #[arg(
         long,
         value_enum,
@@ -102,7 +113,7 @@ pub(crate) struct MachineOptions {
     )]
     pub(crate) granule: GranuleSize,
 
-    /// Width of guest-physical addresses that the tables translate, 32 to 52 [default: that of the guest mode]
+    /// Width of guest-physical addresses that the tables translate, 32 to 52 (x86: from 40) [default: that of the guest mode]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(32..=52))]
     pub(crate) ipa_bits: Option<u32>,
 
@@ -110,7 +121,8 @@ pub(crate) struct MachineOptions {
     #[arg(long)]
     pub(crate) fwb: bool,
 
-    /// Hardware sets the access flag (FEAT_HAFDBS), instead of a fault [default: off, unless a log is hardware's dirty state]
+    /// Hardware sets the access flag (FEAT_HAFDBS; bit 6 of an EPTP), instead of a fault [default: off on Arm, unless a log is
+    /// hardware's dirty state; on on x86]
     #[arg(long, value_enum, value_name = "on|off", hide_possible_values = true)]
     pub(crate) hardware_access: Option<Switch>,
 
@@ -125,20 +137,23 @@ impl MachineOptions {
         self.clock.unwrap_or(default)
     }
 
-    /// Whether hardware was asked to set the access flag.
+    /// Whether hardware sets the access flag, if no log asks for more.
     pub(crate) fn hardware_access(&self) -> bool {
-        self.hardware_access == Some(Switch::On)
+        self.hardware_access.map_or(self.arch.has_flags(), |switch| switch == Switch::On)
     }
 
-    /// Refuses hardware's dirty state, which `log` asked for, where its access flag was forbidden.
+    /// Refuses hardware's dirty state, which `log` asked for, where its access flag was forbidden. Under EPT a log without
+    /// dirty flags is kept by write-protection.
     ///
     /// # Errors
     /// [`Failure::Usage`].
     pub(crate) fn allow_hardware_dirty(&self, log: &str) -> Result<(), Failure> {
         let why = "FEAT_HAFDBS keeps dirty state only where it sets the access flag too; leave --hardware-access out";
         match self.hardware_access {
-            Some(Switch::Off) => Err(Failure::Usage(format!("{log} --hardware-access off: {why}"))),
-            Some(Switch::On) | None => Ok(()),
+            Some(Switch::Off) if self.arch == Arch::Arm => {
+                Err(Failure::Usage(format!("{log} --hardware-access off: {why}")))
+            }
+            _ => Ok(()),
         }
     }
 }

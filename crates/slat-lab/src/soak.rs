@@ -9,10 +9,9 @@ use std::process;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use slat::format::arm::{K4, K16, K64};
 
+use crate::arch::{Arch, with_tables};
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::output;
 use crate::random::Dice;
 
@@ -29,7 +28,7 @@ use round::Outcome;
 
 /// What follows the options in `--help`.
 pub(crate) const LONG_HELP: &str = "\
-A round is a VM of its own: granule, backing, features of the CPU, eager split and memslots are drawn from the round's \
+A round is a VM of its own: architecture, granule, backing, features of the CPU, eager split and memslots are drawn from the round's \
 seed, and so is what its threads do. Half of the threads are vCPUs that load, store and fetch, and compare what they \
 find; the others collect dirty logs in every mode, split blocks, move host pages, delete and create memslots, pinned and \
 private ones among them, convert and age pages, and free empty tables. The first round has the seed of --seed.
@@ -57,6 +56,10 @@ pub(crate) struct Options {
     /// Threads of a round: vCPUs, and as many or one less that do all the rest
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=64))]
     threads: u32,
+
+    /// Whose second-level tables all rounds have, instead of one or the other: arm, ept or npt
+    #[arg(long, value_enum, value_name = "arm|ept|npt", hide_possible_values = true)]
+    arch: Option<Arch>,
 
     /// End after so many rounds, if the time is not over before
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
@@ -96,7 +99,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         && (sum.rounds == 0 || began.elapsed() < options.minutes)
     {
         let seed = seeds.next();
-        let config = Config::draw(seed, options.threads);
+        let config = Config::draw(seed, options.threads, options.arch);
         let round = sum.rounds + 1;
         output::line(&format!("round {round}, seed {seed}: {config}"))?;
         let outcome = play(&config, seed, || {
@@ -138,11 +141,7 @@ impl Seeds {
 }
 
 fn play(config: &Config, seed: u64, stuck: impl Fn()) -> Result<Outcome, Failure> {
-    match config.granule {
-        GranuleSize::K4 => round::play::<K4>(config, seed, PATIENCE, stuck),
-        GranuleSize::K16 => round::play::<K16>(config, seed, PATIENCE, stuck),
-        GranuleSize::K64 => round::play::<K64>(config, seed, PATIENCE, stuck),
-    }
+    with_tables!(config.kind(), T => round::play::<T>(config, seed, PATIENCE, stuck))
 }
 
 fn total(sum: &Sum, violations: u32) -> String {
@@ -153,9 +152,10 @@ fn total(sum: &Sum, violations: u32) -> String {
 /// What was found, and how to look for it again.
 fn report(options: &Options, sum: &Sum, seed: u64, finding: &str) -> Result<(), Failure> {
     let threads = options.threads;
+    let arch = options.arch.map_or_else(String::new, |arch| format!(" --arch {arch}"));
     output::line(&format!(
         "FOUND: {finding}\n{}\nthe same VM and operations again, in another interleaving: \
-         slat soak --seed {seed} --rounds 1 --threads {threads}",
+         slat soak --seed {seed} --rounds 1 --threads {threads}{arch}",
         total(sum, 1)
     ))
 }
@@ -171,7 +171,7 @@ mod tests {
         let second = seeds.next();
         assert_ne!(second, 7);
         assert_eq!(Seeds::new(second).next(), second);
-        assert_eq!(Config::draw(second, 4), Config::draw(second, 4));
+        assert_eq!(Config::draw(second, 4, None), Config::draw(second, 4, None));
     }
 
     #[test]

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use slat::format::arm::Granule;
 use slat_model::{HostMemory, Model};
 use slat_vm::{DirtyRing, Worker};
 
+use crate::arch::Tables;
 use crate::check::Check;
 use crate::crew::{Board, Crew, Guest, RunOn};
 use crate::failure::Failure;
@@ -28,8 +28,8 @@ pub(crate) struct Ground<'a> {
 }
 
 /// A VM with its memslots, whose vCPUs wait for their first order.
-pub(crate) struct Stage<'s, 'm, G: Granule, P: Guest = Program> {
-    pub(crate) vm: &'s ModelVm<'m, G>,
+pub(crate) struct Stage<'s, 'm, T: Tables, P: Guest = Program> {
+    pub(crate) vm: &'s ModelVm<'m, T>,
     pub(crate) worker: Worker<'m, Model>,
     pub(crate) crew: Crew<'s, P>,
     /// The vCPUs' dirty rings, if the VM has any.
@@ -60,14 +60,14 @@ impl<'m> Ground<'m> {
     /// # Errors
     /// What the workload returned; [`Failure::Usage`] if such a VM cannot be had; [`Failure::Run`] if a vCPU broke
     /// off or there are not enough threads.
-    pub(crate) fn play<G: Granule, P, R>(
+    pub(crate) fn play<T: Tables, P, R>(
         self,
         programs: Vec<P>,
         passes: u32,
-        workload: impl FnOnce(&mut Stage<'_, 'm, G, P>) -> Result<R, Failure>,
+        workload: impl FnOnce(&mut Stage<'_, 'm, T, P>) -> Result<R, Failure>,
     ) -> Result<Ended<R, P>, Failure>
     where
-        P: for<'v> RunOn<ModelVcpu<'v, 'm, G>>,
+        P: for<'v> RunOn<ModelVcpu<'v, 'm, T>>,
     {
         self.play_on(ModelHost::of(self.memory), programs, passes, workload)
     }
@@ -76,15 +76,15 @@ impl<'m> Ground<'m> {
     ///
     /// # Errors
     /// As [`play`](Self::play).
-    pub(crate) fn play_on<G: Granule, P, R>(
+    pub(crate) fn play_on<T: Tables, P, R>(
         self,
         equipment: impl Into<Equipment>,
         programs: Vec<P>,
         passes: u32,
-        workload: impl FnOnce(&mut Stage<'_, 'm, G, P>) -> Result<R, Failure>,
+        workload: impl FnOnce(&mut Stage<'_, 'm, T, P>) -> Result<R, Failure>,
     ) -> Result<Ended<R, P>, Failure>
     where
-        P: for<'v> RunOn<ModelVcpu<'v, 'm, G>>,
+        P: for<'v> RunOn<ModelVcpu<'v, 'm, T>>,
     {
         self.play_without_slots(equipment, programs, passes, |stage| {
             model::create_slots(stage.vm, &mut stage.worker, self.layout)?;
@@ -97,19 +97,19 @@ impl<'m> Ground<'m> {
     ///
     /// # Errors
     /// As [`play`](Self::play).
-    pub(crate) fn play_without_slots<G: Granule, P, R>(
+    pub(crate) fn play_without_slots<T: Tables, P, R>(
         self,
         equipment: impl Into<Equipment>,
         programs: Vec<P>,
         passes: u32,
-        workload: impl FnOnce(&mut Stage<'_, 'm, G, P>) -> Result<R, Failure>,
+        workload: impl FnOnce(&mut Stage<'_, 'm, T, P>) -> Result<R, Failure>,
     ) -> Result<Ended<R, P>, Failure>
     where
-        P: for<'v> RunOn<ModelVcpu<'v, 'm, G>>,
+        P: for<'v> RunOn<ModelVcpu<'v, 'm, T>>,
     {
         let Self { model, layout, machine, .. } = self;
         let broken = |error: &dyn std::error::Error| Failure::Run(error.to_string());
-        let vm = model::vm::<G>(model, equipment.into(), layout, machine)?;
+        let vm = model::vm::<T>(model, equipment.into(), layout, machine)?;
         let worker = vm.worker().map_err(|error| broken(&error))?;
         let accesses: u64 = programs.iter().map(Guest::accesses).sum();
         let board = Board::new(programs.len(), model.is_checked());
@@ -151,7 +151,7 @@ impl<'m> Ground<'m> {
     }
 }
 
-impl<G: Granule, P: Guest<Order = Order>> Stage<'_, '_, G, P> {
+impl<T: Tables, P: Guest<Order = Order>> Stage<'_, '_, T, P> {
     /// A phase in which every vCPU makes one pass.
     ///
     /// # Errors
@@ -166,7 +166,7 @@ impl<G: Granule, P: Guest<Order = Order>> Stage<'_, '_, G, P> {
     }
 }
 
-impl<'m, G: Granule, P: Guest> Stage<'_, 'm, G, P> {
+impl<'m, T: Tables, P: Guest> Stage<'_, 'm, T, P> {
     /// A phase in which every vCPU does what it is told.
     ///
     /// # Errors
@@ -192,7 +192,7 @@ impl<'m, G: Granule, P: Guest> Stage<'_, 'm, G, P> {
         &mut self,
         name: &'static str,
         iteration: Option<u32>,
-        mut step: impl FnMut(&ModelVm<'m, G>, &mut Worker<'m, Model>, u32) -> Result<(), E>,
+        mut step: impl FnMut(&ModelVm<'m, T>, &mut Worker<'m, Model>, u32) -> Result<(), E>,
     ) -> Result<(), E> {
         let slots = self.slots;
         self.step(name, iteration, |vm, worker| (0..slots).try_for_each(|id| step(vm, worker, id)))
@@ -206,7 +206,7 @@ impl<'m, G: Granule, P: Guest> Stage<'_, 'm, G, P> {
         &mut self,
         name: &'static str,
         iteration: Option<u32>,
-        step: impl FnOnce(&ModelVm<'m, G>, &mut Worker<'m, Model>) -> Result<(), E>,
+        step: impl FnOnce(&ModelVm<'m, T>, &mut Worker<'m, Model>) -> Result<(), E>,
     ) -> Result<(), E> {
         self.begin(name, iteration);
         let start = Instant::now();

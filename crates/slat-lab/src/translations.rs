@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use serde::{Serialize, Serializer};
-use slat::format::arm::Granule;
 use slat::{Gpa, Lookup};
 
+use crate::arch::Tables;
 use crate::crew::Guest;
 use crate::size::Size;
 use crate::stage::{Ground, Stage};
@@ -57,7 +57,7 @@ fn by_size<S: Serializer>(leaves: &BTreeMap<u64, u64>, serializer: S) -> Result<
     serializer.collect_seq(leaves.iter().map(|(&size, &count)| Leaves { size, count }))
 }
 
-impl<G: Granule, P: Guest> Stage<'_, '_, G, P> {
+impl<T: Tables, P: Guest> Stage<'_, '_, T, P> {
     /// The leaf at an offset from the start of guest memory; `None` if there is none.
     pub(crate) fn translation(&self, ground: Ground<'_>, offset: u64) -> Option<Translation> {
         let tree = self.vm.tree();

@@ -55,7 +55,7 @@ fn the_report_has_the_documented_shape() {
     assert_eq!((&report["workload"], &report["check"]), (&"access-tracking".into(), &Value::Null));
     let expected = json!({
         "vcpus": 2, "bytes": 1 << 20, "backing": "shmem", "backing_page": 4096, "overlap": true,
-        "flush": true, "gpa": (1u64 << 40) - (2 << 20), "granule": "4k", "ipa_bits": 40, "fwb": false,
+        "flush": true, "gpa": (1u64 << 40) - (2 << 20), "arch": "arm", "granule": "4k", "ipa_bits": 40, "fwb": false,
         "hardware_access": true, "clock": "real", "check": false,
         "mode": {
             "number": 6, "name": "P40V48_4K", "physical_bits": 40, "virtual_bits": 48, "page_size": 4096

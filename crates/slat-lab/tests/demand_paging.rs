@@ -64,7 +64,7 @@ fn the_report_has_the_documented_shape() {
     let expected = json!({
         "vcpus": 2, "bytes": 1 << 20, "backing": "anonymous", "backing_page": 4096, "overlap": false,
         "userfault": "MISSING", "single": true, "delay_microseconds": 1, "readers": 2,
-        "gpa": (1u64 << 40) - (2 << 20), "granule": "4k", "ipa_bits": 40, "fwb": false,
+        "gpa": (1u64 << 40) - (2 << 20), "arch": "arm", "granule": "4k", "ipa_bits": 40, "fwb": false,
         "hardware_access": false, "clock": "real", "check": false,
         "mode": {
             "number": 6, "name": "P40V48_4K", "physical_bits": 40, "virtual_bits": 48, "page_size": 4096

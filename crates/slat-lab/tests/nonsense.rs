@@ -40,6 +40,17 @@ fn more_memory_than_addresses_or_than_the_machine_has() {
 }
 
 #[test]
+fn what_only_another_architecture_has() {
+    refused("dirty-log --arch ept --granule 16k", "tables of --arch ept are of 4K");
+    refused("page-table --arch npt --granule 64k", "tables of --arch npt are of 4K");
+    refused("access-tracking --arch npt --fwb", "a feature of Arm");
+    refused("dirty-log --arch npt --hardware-access off", "EPT can do without");
+    refused("dirty-log --arch ept --ipa-bits 36", "40 bits at least");
+    refused("dirty-log --arch ept --clock virtual", "Arm machines");
+    refused("dirty-log --arch amd", "invalid value");
+}
+
+#[test]
 fn numbers_out_of_range() {
     refused("dirty-log -v 0", "1..=1024");
     refused("dirty-log -v 1025", "1..=1024");

@@ -52,7 +52,7 @@ fn the_report_has_the_documented_shape() {
     assert_eq!((&report["workload"], &report["check"]), (&"page-table".into(), &Value::Null));
     let expected = json!({
         "vcpus": 2, "bytes": 4 * M, "backing": "anonymous_thp", "backing_page": 2 * M, "gpa": 1 << 30,
-        "granule": "4k", "ipa_bits": 40, "eager_split": 2 * M, "fwb": false, "hardware_access": false,
+        "arch": "arm", "granule": "4k", "ipa_bits": 40, "eager_split": 2 * M, "fwb": false, "hardware_access": false,
         "clock": "real", "check": false,
         "mode": {
             "number": 6, "name": "P40V48_4K", "physical_bits": 40, "virtual_bits": 48, "page_size": 4096

@@ -29,6 +29,15 @@ fn a_few_rounds_on_four_threads_find_nothing() {
 }
 
 #[test]
+fn rounds_on_each_architecture_find_nothing() {
+    for (arch, shown) in [("arm", "granule"), ("ept", "EPT"), ("npt", "NPT")] {
+        let lines = clean(&format!("--minutes 2 --rounds 2 --seed 3 --arch {arch}"));
+        assert!(lines[..2].iter().all(|line| line.contains(shown)), "{lines:?}");
+        assert!(lines[2].ends_with("0 violations"), "{lines:?}");
+    }
+}
+
+#[test]
 fn the_seed_of_a_round_brings_its_vm_back() {
     let config = |line: &str| line.split_once(": ").unwrap().1.to_owned();
     let lines = clean("--minutes 2 --rounds 2 --seed 5 --threads 3");
@@ -47,6 +56,7 @@ fn nonsense_is_refused() {
         ("--threads 65", "2..=64"),
         ("--rounds 0", "1.."),
         ("--seed -1", "invalid"),
+        ("--arch amd", "invalid"),
     ] {
         let output = slat(&format!("soak {options}"));
         let said = String::from_utf8(output.stderr).unwrap();

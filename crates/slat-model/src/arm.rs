@@ -3,4 +3,3 @@
 
 pub(crate) mod descriptor;
 pub(crate) mod registers;
-pub(crate) mod walk;

@@ -8,6 +8,7 @@ use crate::arm::registers::Features;
 use crate::checker::OnViolation;
 use crate::model::Model;
 use crate::physical::Physical;
+use crate::regime::Architecture;
 use crate::tables::{MAX_ROOT_ORDER, Tables};
 
 const GIB: u64 = 1 << 30;
@@ -21,6 +22,7 @@ pub struct Builder {
     pub(crate) slots: usize,
     pub(crate) checked: bool,
     pub(crate) on_violation: OnViolation,
+    pub(crate) architecture: Architecture,
     pub(crate) features: Features,
     pub(crate) memory_limit: Option<u64>,
     table_limit: u32,
@@ -36,6 +38,7 @@ impl Default for Builder {
             slots: 16,
             checked: true,
             on_violation: OnViolation::default(),
+            architecture: Architecture::default(),
             features: Features::default(),
             memory_limit: None,
             table_limit: 1 << 18,
@@ -113,6 +116,12 @@ impl Builder {
     /// What happens at a violation.
     pub fn on_violation(mut self, what: OnViolation) -> Self {
         self.on_violation = what;
+        self
+    }
+
+    /// Whose table walkers the CPUs have; Arm's without this.
+    pub fn architecture(mut self, architecture: Architecture) -> Self {
+        self.architecture = architecture;
         self
     }
 

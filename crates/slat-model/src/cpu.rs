@@ -1,18 +1,20 @@
 //! One CPU that runs a guest: accesses by guest-physical address, through its own TLB.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use slat::{Gpa, Hpa, Level};
+use slat::gate::Requests;
+use slat::{Gpa, Hpa, Level, Slot};
 
-use crate::arm::descriptor::{MemoryType, Permissions};
-use crate::arm::registers::{Regime, Registers};
-use crate::arm::walk::Walk;
 use crate::checker::{Order, Violation};
+use crate::descriptor::{MemoryType, Permissions};
 use crate::lock::{Held, Spin};
 use crate::model::Model;
 use crate::physical::Place;
+use crate::regime::{Control, Kind, Regime};
 use crate::thread;
-use crate::tlb::{Tlb, Translation};
+use crate::tlb::{Span, Tlb, Translation};
+use crate::walk::Walk;
 
 /// What a guest does with an address.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -81,6 +83,11 @@ pub enum FaultKind {
         /// The level of the entry.
         level: Level,
     },
+    /// An entry has reserved bits set, or a reserved encoding (Intel: an EPT misconfiguration). Also a violation.
+    Reserved {
+        /// The level of the entry.
+        level: Level,
+    },
     /// The address is not a multiple of eight: an error of the guest.
     Alignment,
     /// There is no memory where the translation leads. Also a violation.
@@ -96,7 +103,16 @@ pub(crate) struct Core {
     vttbr: AtomicU64,
     vmid: AtomicU64,
     root: AtomicU64,
+    /// The participant slot of the vCPU that runs here, if it has said so.
+    slot: AtomicUsize,
+    /// VMIDs (or what stands for them) of which others rely on what is cached here to be gone before the guest uses it.
+    /// Changed with the TLB locked.
+    due: Mutex<Vec<u16>>,
+    any_due: AtomicBool,
 }
+
+/// No participant slot.
+const NO_SLOT: usize = usize::MAX;
 
 impl Core {
     pub(crate) fn new(page_shift: u32) -> Self {
@@ -107,11 +123,45 @@ impl Core {
             vttbr: AtomicU64::new(0),
             vmid: AtomicU64::new(0),
             root: AtomicU64::new(0),
+            slot: AtomicUsize::new(NO_SLOT),
+            due: Mutex::default(),
+            any_due: AtomicBool::new(false),
         }
     }
 
     pub(crate) fn vttbr(&self) -> u64 {
         self.vttbr.load(Ordering::Relaxed)
+    }
+
+    /// Whether its vCPU is outside the guest, or runs another one, or there is none. Then what is cached under the VMID has
+    /// to be invalidated before it is used.
+    pub(crate) fn must_invalidate(&self, slots: &[Slot], vmid: u16) -> bool {
+        let slot = slots.get(self.slot.load(Ordering::Acquire));
+        // A vCPU that enters is inside for a moment before it finds a request and steps back. The request is looked for
+        // first: once it was taken, the vCPU stays outside until it has invalidated, for which it needs this TLB.
+        let outside = slot.is_some_and(|slot| {
+            slot.gate.pending().contains(Requests::INVALIDATE) || !slot.gate.is_inside()
+        });
+        let unused = outside || self.vmid() != Some(vmid);
+        if unused {
+            let mut due = self.due();
+            if !due.contains(&vmid) {
+                due.push(vmid);
+            }
+            self.any_due.store(true, Ordering::Relaxed);
+        }
+        unused
+    }
+
+    /// What was cached under a VMID, or all, is invalidated, with the TLB locked.
+    pub(crate) fn invalidated(&self, vmid: Option<u16>) {
+        let mut due = self.due();
+        due.retain(|due| vmid.is_some_and(|vmid| vmid != *due));
+        self.any_due.store(!due.is_empty(), Ordering::Relaxed);
+    }
+
+    fn due(&self) -> MutexGuard<'_, Vec<u16>> {
+        self.due.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The VMID that the CPU runs under, if it has loaded registers.
@@ -135,7 +185,7 @@ pub struct Cpu<'m> {
     model: &'m Model,
     core: &'m Core,
     index: usize,
-    registers: Registers,
+    control: Control,
     regime: Regime,
 }
 
@@ -148,15 +198,16 @@ struct Missed<'m> {
 }
 
 impl Model {
-    /// Takes CPU `index` and loads `registers`. `None` if there is no such CPU, or it is taken.
-    pub fn cpu(&self, index: usize, registers: Registers) -> Option<Cpu<'_>> {
+    /// Takes CPU `index` and loads the registers. `None` if there is no such CPU, or it is taken.
+    pub fn cpu(&self, index: usize, control: impl Into<Control>) -> Option<Cpu<'_>> {
+        let control = control.into();
         let core = self.cores.get(index)?;
         if core.taken.swap(true, Ordering::Acquire) {
             return None;
         }
-        let (regime, _) = Regime::decode(registers, self.features, self.page_shift);
-        let mut cpu = Cpu { model: self, core, index, registers, regime };
-        cpu.load(registers);
+        let (regime, _) = Regime::decode(control, self);
+        let mut cpu = Cpu { model: self, core, index, control, regime };
+        cpu.load(control);
         Some(cpu)
     }
 }
@@ -167,27 +218,35 @@ impl<'m> Cpu<'m> {
         self.index
     }
 
-    /// The registers that it has loaded.
-    pub fn registers(&self) -> Registers {
-        self.registers
+    /// What it has loaded.
+    pub fn control(&self) -> Control {
+        self.control
+    }
+
+    /// Says that it runs the vCPU with this participant, by [`Participant::index`](slat::Participant::index). On x86 its
+    /// guest runs inside that gate only, from now on.
+    pub fn attend(&mut self, participant: usize) {
+        self.bind();
+        self.core.slot.store(participant, Ordering::Release);
     }
 
     /// Loads other registers: another root, or another VMID.
-    pub fn load(&mut self, registers: Registers) {
+    pub fn load(&mut self, control: impl Into<Control>) {
+        let control = control.into();
         self.unload();
         let model = self.model;
-        let (regime, complaint) = Regime::decode(registers, model.features, model.page_shift);
+        let (regime, complaint) = Regime::decode(control, model);
         if let Some(why) = complaint {
-            let Registers { vttbr, vtcr } = registers;
-            model.raise(Violation::BadRegisters { vttbr, vtcr, why });
+            model.raise(Violation::BadRegisters { control, why });
         }
         model.check_vmid(&regime);
-        (self.registers, self.regime) = (registers, regime);
+        (self.control, self.regime) = (control, regime);
         let resolved = regime.shift(regime.start);
         let entries = 1u64 << regime.input_bits.saturating_sub(resolved);
         let tables = (entries >> (regime.page_shift - 3)).max(1) as u32;
         model.checker.hold_root(model, regime.root, tables);
-        self.core.vttbr.store(registers.vttbr, Ordering::Relaxed);
+        let vttbr = if let Control::Arm(registers) = control { registers.vttbr } else { 0 };
+        self.core.vttbr.store(vttbr, Ordering::Relaxed);
         self.core.vmid.store(regime.vmid.into(), Ordering::Relaxed);
         self.core.root.store(regime.root, Ordering::Relaxed);
         self.core.loaded.store(true, Ordering::Release);
@@ -300,6 +359,45 @@ impl<'m> Cpu<'m> {
         })
     }
 
+    /// What hardware tells the hypervisor about `fault`, the last one of this CPU: the exit qualification of an EPT violation
+    /// (Intel SDM vol. 3C, table 28-7), or EXITINFO1 of a nested page fault (AMD APM vol. 2, 15.25.6). `None` on Arm, and for
+    /// what is neither.
+    pub fn qualification(&self, fault: &Fault) -> Option<u64> {
+        let granted = self.core.tlb.lock().granted;
+        let bit = |bit: u32, set: bool| u64::from(set) << bit;
+        let (write, fetch) = (fault.access == Access::Write, fault.access == Access::Execute);
+        let reserved = matches!(fault.kind, FaultKind::Reserved { .. });
+        let absent = matches!(fault.kind, FaultKind::Translation { .. });
+        if !reserved && !absent && !matches!(fault.kind, FaultKind::Permission { .. }) {
+            return None;
+        }
+        match self.regime.kind {
+            Kind::Arm => None,
+            // A misconfiguration is an exit of its own, without a qualification.
+            Kind::Ept { .. } if reserved => None,
+            Kind::Ept { mode_based } => Some(
+                bit(0, fault.access == Access::Read)
+                    | bit(1, write)
+                    | bit(2, fetch)
+                    | bit(3, granted.has(Permissions::READ))
+                    | bit(4, granted.has(Permissions::WRITE))
+                    | bit(5, granted.has(Permissions::EXECUTE))
+                    | bit(6, mode_based && granted.has(Permissions::EXECUTE_USER))
+                    // The linear address is known, and this is its final translation.
+                    | 0b11 << 7,
+            ),
+            Kind::Npt => Some(
+                bit(0, !absent)
+                    | bit(1, write)
+                    // A nested walk is a user access; this is that of the final address.
+                    | 1 << 2
+                    | bit(3, reserved)
+                    | bit(4, fetch)
+                    | 1 << 32,
+            ),
+        }
+    }
+
     /// The guest is about to use `gpa`, on the calling thread.
     #[inline(always)]
     fn run_guest(&self, gpa: Gpa) -> Result<(), FaultKind> {
@@ -309,8 +407,30 @@ impl<'m> Cpu<'m> {
         }
         if self.model.checker.is_on() {
             self.model.check_before_guest();
+            if self.regime.kind != Kind::Arm {
+                self.check_entered(gpa);
+            }
         }
         Ok(())
+    }
+
+    /// The vCPU is inside, and has invalidated what others asked for.
+    fn check_entered(&self, gpa: Gpa) {
+        let slot = self.model.slots.get(self.core.slot.load(Ordering::Relaxed));
+        let Some(slot) = slot else { return };
+        let cpu = self.index;
+        if !slot.gate.is_inside() {
+            self.model.raise(Violation::OutsideGate { cpu, gpa });
+        }
+        // Set while its vCPU was outside, which it saw when it entered.
+        if self.core.any_due.load(Ordering::Relaxed) {
+            let tlb = self.core.tlb.lock();
+            let due = self.core.due().contains(&self.regime.vmid);
+            drop(tlb);
+            if due {
+                self.model.raise(Violation::NotInvalidated { cpu, gpa });
+            }
+        }
     }
 
     /// Why `gpa` can never be accessed.
@@ -355,16 +475,28 @@ impl<'m> Cpu<'m> {
             // What a CPU has cached decides, until it is invalidated; but hardware notes a first write in memory.
             Some((level, found)) if !(found.clean && needed == Permissions::WRITE) => {
                 let level = Level::new(level).unwrap_or(Level::LAST);
+                tlb.granted = found.permissions;
+                self.faulted(&mut tlb, gpa);
                 return Err(FaultKind::Permission { level });
             }
             _ => {
                 let (model, cpu, regime) = (self.model, self.index, &self.regime);
-                Walk { model, cpu, regime, tlb: &mut tlb, order }.run(gpa.0, needed)?
+                let walked = Walk { model, cpu, regime, tlb: &mut tlb, order }.run(gpa.0, needed);
+                walked.inspect_err(|_| self.faulted(&mut tlb, gpa))?
             }
         };
         let place = self.place(gpa, level, &translation)?;
         tlb.fast.remember(self.regime.vmid, gpa.0, place, translation.permissions);
         Ok(Missed { tlb, place, level, translation })
+    }
+
+    /// What a fault takes out of the CPU.
+    fn faulted(&self, tlb: &mut Tlb, gpa: Gpa) {
+        if self.regime.fault_invalidates() {
+            let dropped = &mut |table| self.model.checker.release(self.model, table);
+            tlb.invalidate_stage2(self.regime.vmid, Span::new(gpa.0, 1), None, dropped);
+            tlb.invalidate_combined(self.regime.vmid);
+        }
     }
 
     fn place(&self, gpa: Gpa, level: i8, translation: &Translation) -> Result<Place, FaultKind> {
@@ -385,6 +517,7 @@ impl<'m> Cpu<'m> {
 impl Drop for Cpu<'_> {
     fn drop(&mut self) {
         self.unload();
+        self.core.slot.store(NO_SLOT, Ordering::Release);
         self.core.taken.store(false, Ordering::Release);
     }
 }

@@ -14,6 +14,7 @@ use crate::counters::Kind;
 use crate::model::Model;
 use crate::thread::{self, Step, Thread};
 use crate::tlb::{Span, Tlb};
+use crate::x86::registers::EptRegisters;
 
 /// An invalidation that was issued and is not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -105,8 +106,25 @@ impl Model {
                 let what = What::Everything { vmid: None };
                 self.pend(Reach::All, what);
             }
+            Instruction::InveptSingle(eptp) => {
+                let root = EptRegisters { eptp, mode_based: false }.table();
+                let tag = self.tag_of_root(root);
+                self.invalidate_here(Some(tag));
+            }
+            Instruction::InveptAll => self.invalidate_here(None),
+            Instruction::FlushAsid(asid) => self.invalidate_here(Some(asid)),
             unknown => self.raise(Violation::UnknownInstruction { instruction: unknown }),
         }
+    }
+
+    /// x86: what is cached under a tag, or all, is gone from this CPU. A thread that runs on no CPU of the model has no TLB.
+    fn invalidate_here(&self, tag: Option<u16>) {
+        self.tally.add(Kind::Local);
+        let Some(core) = thread::cpu(self.id).and_then(|cpu| self.cores.get(cpu)) else { return };
+        let _order = self.checker.order();
+        let mut tlb = core.tlb.lock();
+        tlb.invalidate_all(tag, &mut |table| self.checker.release(self, table));
+        core.invalidated(tag);
     }
 
     fn stage2(&self, reach: Reach, span: Span, level: Option<i8>) {

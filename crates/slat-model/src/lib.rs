@@ -6,6 +6,9 @@
 //! memory, so contents can be checked. TLBs and walk caches never forget by themselves and every invalidation takes
 //! effect as late and on as little as the architecture allows: what works here does not depend on luck.
 //!
+//! Arm, Intel or AMD: [`Builder::architecture`]. On x86 a CPU's TLB is its own business. The checker knows that a vCPU outside
+//! its gate may keep anything that it will invalidate before it enters, and watches that it does.
+//!
 //! ```
 //! use slat::Gpa;
 //! use slat_model::{Access, Backing, FaultKind, Model, Registers};
@@ -30,6 +33,7 @@ mod checker;
 pub mod clock;
 mod counters;
 mod cpu;
+mod descriptor;
 mod execute;
 mod host;
 mod lock;
@@ -37,17 +41,22 @@ mod long_mode;
 mod mapping;
 mod model;
 mod physical;
+mod regime;
 mod tables;
 mod thread;
 mod tlb;
+mod walk;
+mod x86;
 
-pub use arm::descriptor::MemoryType;
 pub use arm::registers::{Features, Registers};
 pub use builder::{BuildError, Builder};
 pub use checker::{Before, CachedLeaf, OnViolation, Reach, Report, Until, Violation};
 pub use counters::Counters;
 pub use cpu::{Access, Cpu, Fault, FaultKind, Translated};
+pub use descriptor::MemoryType;
 pub use host::{Backing, HostMemory, HostMemoryError, HostPage};
 pub use long_mode::{LinearAccess, LongMode, LongModeCpu, Translation as LinearTranslation};
 pub use model::Model;
+pub use regime::{Architecture, Control, Modelled};
 pub use thread::Step;
+pub use x86::registers::{EptRegisters, NptRegisters};

@@ -3,7 +3,7 @@
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use slat::maintenance::Instruction;
 use slat::{Entry, Event, Hpa, Machine, Slot};
@@ -15,6 +15,7 @@ use crate::counters::{Counters, Kind, Tally};
 use crate::cpu::Core;
 use crate::host::{Backing, HostMemory, HostMemoryError};
 use crate::physical::Physical;
+use crate::regime::Architecture;
 use crate::tables::Tables;
 use crate::thread;
 
@@ -28,13 +29,16 @@ static MODELS: AtomicU64 = AtomicU64::new(1);
 pub struct Model {
     pub(crate) id: u64,
     pub(crate) page_shift: u32,
+    pub(crate) architecture: Architecture,
     pub(crate) features: Features,
     pub(crate) tables: Tables,
     pub(crate) cores: Box<[Core]>,
     pub(crate) physical: Physical,
     pub(crate) checker: Checker,
     pub(crate) tally: Tally,
-    slots: Box<[Slot]>,
+    /// Roots of EPT, each with a number to cache translations under.
+    roots: Mutex<Vec<u64>>,
+    pub(crate) slots: Box<[Slot]>,
     /// Bytes of host memory that there may be; without a limit, what was available when the first was added.
     memory_limit: OnceLock<u64>,
 }
@@ -49,12 +53,14 @@ impl Model {
         Self {
             id: MODELS.fetch_add(1, Ordering::Relaxed),
             page_shift: builder.page_shift,
+            architecture: builder.architecture,
             features: builder.features,
             checker: Checker::new(builder.checked, builder.on_violation, &tables),
             tables,
             cores: (0..builder.cpus).map(|_| Core::new(builder.page_shift)).collect(),
             physical,
             tally: Tally::default(),
+            roots: Mutex::default(),
             slots: (0..builder.slots).map(|_| Slot::new()).collect(),
             memory_limit: builder.memory_limit.map_or_else(OnceLock::new, OnceLock::from),
         }
@@ -63,6 +69,27 @@ impl Model {
     /// log2 of the granule: of a table, and of a base page of host memory.
     pub fn page_shift(&self) -> u32 {
         self.page_shift
+    }
+
+    /// Whose table walkers it has.
+    pub fn architecture(&self) -> Architecture {
+        self.architecture
+    }
+
+    /// What EPT translations from this root are cached under.
+    pub(crate) fn tag_of_root(&self, root: u64) -> u16 {
+        let mut roots = self.roots.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = roots.iter().position(|&known| known == root);
+        known.unwrap_or_else(|| {
+            roots.push(root);
+            roots.len() - 1
+        }) as u16
+    }
+
+    /// Whether nothing that this CPU has cached under a VMID can be used before it is invalidated there, since its vCPU is outside the
+    /// guest: checked when the guest uses it. Called with the CPU's TLB locked.
+    pub(crate) fn excuses(&self, core: &Core, vmid: u16) -> bool {
+        self.architecture != Architecture::Arm && core.must_invalidate(&self.slots, vmid)
     }
 
     /// How many CPUs it has.

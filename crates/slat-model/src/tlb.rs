@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 
-use crate::arm::descriptor::{MemoryType, Permissions};
+use crate::descriptor::{MemoryType, Permissions};
 use crate::tlb::leaves::Leaves;
 
 mod fast;
@@ -77,6 +77,8 @@ pub(crate) struct Tlb {
     pub(crate) walks: u64,
     /// Translations cached.
     pub(crate) fills: u64,
+    /// What the entries permitted that the last fault was about.
+    pub(crate) granted: Permissions,
 }
 
 impl Space {
@@ -186,7 +188,14 @@ impl Space {
 
 impl Tlb {
     pub(crate) fn new(page_shift: u32) -> Self {
-        Self { page_shift, spaces: Vec::new(), fast: Fast::default(), walks: 0, fills: 0 }
+        Self {
+            page_shift,
+            spaces: Vec::new(),
+            fast: Fast::default(),
+            walks: 0,
+            fills: 0,
+            granted: Permissions::default(),
+        }
     }
 
     /// What is cached of a VMID.

@@ -32,14 +32,35 @@ impl<'m, M: Machine> Hands<'m, M> {
         if plan.wanted.level != Level::LAST || write && plan.facts.protects() {
             return;
         }
-        let window = u64::from(vm.options.fault_around) << F::PAGE_SHIFT;
+        let (gpa, slot) = (plan.wanted.gpa.0, plan.facts.range);
+        let pages = self.adapt(vm, gpa);
+        let window = u64::from(pages) << F::PAGE_SHIFT;
         // Pages that are private, or shared, like this one.
         let window = window.min(plan.facts.uniform);
-        let (gpa, slot) = (plan.wanted.gpa.0, plan.facts.range);
         let start = (gpa & !(window - 1)).max(slot.start().0);
         let end = (gpa | (window - 1)).saturating_add(1).min(slot.end().0);
         self.map_stretches(vm, plan, gpa + (1 << F::PAGE_SHIFT)..end, false);
         self.map_stretches(vm, plan, start..gpa, true);
+        self.window.keep();
+    }
+
+    /// Where the window adapts, if it does.
+    fn adaptive<F: Format, H: Host>(vm: &Vm<'m, F, M, H>) -> Option<u32> {
+        vm.options.adaptive_around.filter(|_| vm.tree().format().sets_accessed())
+    }
+
+    pub(crate) fn window_pages<F: Format, H: Host>(&self, vm: &Vm<'m, F, M, H>) -> u32 {
+        self.window.pages(vm.options.fault_around, Self::adaptive(vm))
+    }
+
+    /// How many pages the window of a fault at `gpa` has.
+    fn adapt<F: Format, H: Host>(&mut self, vm: &Vm<'m, F, M, H>, gpa: u64) -> u32 {
+        if let Some(most) = Self::adaptive(vm) {
+            let Self { window, participant, space, .. } = self;
+            let (trees, sizes) = (vm.trees(*space), (vm.options.fault_around, most));
+            window.turn(trees, *space, &participant.pin(), gpa >> F::PAGE_SHIFT, sizes);
+        }
+        self.window_pages(vm)
     }
 
     fn map_stretches<F: Format, H: Host>(
@@ -61,7 +82,8 @@ impl<'m, M: Machine> Hands<'m, M> {
         }
     }
 
-    /// What the host has of a stretch, from the side of the fault on, and whether it has all of it.
+    /// What the host has of a stretch, from the side of the fault on, without what is mapped already; and whether it has all
+    /// of it. Where it has nothing, no table is looked at.
     fn present<F: Format, H: Host>(
         &self,
         vm: &Vm<'m, F, M, H>,
@@ -70,21 +92,32 @@ impl<'m, M: Machine> Hands<'m, M> {
         downwards: bool,
     ) -> (Leaves, bool) {
         let count = range.size() >> F::PAGE_SHIFT;
-        let mapped = self.mapped(vm, range);
-        let mut leaves = [None; AT_ONCE as usize];
+        let mut pages = [None; AT_ONCE as usize];
+        let mut found = 0;
         for n in 0..count {
             let place = if downwards { count - 1 - n } else { n };
-            if mapped >> place & 1 == 1 {
-                continue;
-            }
             let gpa = Gpa(range.start().0 + (place << F::PAGE_SHIFT));
-            let leaf = self.leaf_ahead(vm, plan, gpa);
-            if leaf.is_none() {
-                return (leaves, false);
+            let page = vm.host.present(plan.facts.hva_of(gpa)).filter(|page| !page.device);
+            let wanted = page.and_then(|page| {
+                Some((Wanted::new(vm.tree().format(), &plan.facts, gpa, &page)?, page.writable))
+            });
+            if wanted.is_none() {
+                break;
             }
-            leaves[place as usize] = leaf;
+            pages[place as usize] = wanted;
+            found += 1;
         }
-        (leaves, true)
+        let mut leaves = [None; AT_ONCE as usize];
+        if found > 0 {
+            let mapped = self.mapped(vm, range);
+            for (place, page) in pages.into_iter().enumerate() {
+                let Some((wanted, writable)) = page.filter(|_| mapped >> place & 1 == 0) else {
+                    continue;
+                };
+                leaves[place] = Some((wanted.output, self.leaf_ahead(vm, plan, &wanted, writable)));
+            }
+        }
+        (leaves, found == count)
     }
 
     /// Which pages of a stretch are mapped, a bit each.
@@ -99,27 +132,25 @@ impl<'m, M: Machine> Hands<'m, M> {
         (0..pages).fold(0, |mask, page| mask | u64::from(is_mapped(page)) << page)
     }
 
-    /// What to map at `gpa` if the host has it.
+    /// What a page permits that is mapped ahead; its caches are maintained.
     fn leaf_ahead<F: Format, H: Host>(
         &self,
         vm: &Vm<'m, F, M, H>,
         plan: &Plan,
-        gpa: Gpa,
-    ) -> Option<(Hpa, Template)> {
-        let page = vm.host.present(plan.facts.hva_of(gpa)).filter(|page| !page.device)?;
-        let output = Wanted::new(vm.tree().format(), &plan.facts, gpa, &page)?.output;
+        wanted: &Wanted,
+        writable: bool,
+    ) -> Template {
         if !vm.options.coherent_data {
-            vm.machine().clean_data(output, 1 << F::PAGE_SHIFT);
+            vm.machine().clean_data(wanted.output, 1 << F::PAGE_SHIFT);
         }
-        let host_writable = page.writable && !plan.facts.config.read_only;
-        let template = vm.template(LeafKind {
+        let host_writable = writable && !plan.facts.config.read_only;
+        vm.template(LeafKind {
             device: false,
             write: host_writable && !plan.facts.protects(),
             host_writable,
             execute: vm.options.coherent_instructions,
             old: vm.tree().format().sets_accessed(),
-        });
-        Some((output, template))
+        })
     }
 
     /// One pin for a stretch. Whether there may be more.
@@ -130,7 +161,8 @@ impl<'m, M: Machine> Hands<'m, M> {
         range: GpaRange,
         leaves: &Leaves,
     ) -> bool {
-        let Self { participant, space, hit, statistics, .. } = self;
+        let pages = self.window_pages(vm);
+        let Self { participant, space, hit, statistics, window, .. } = self;
         let pin = participant.pin();
         // Rules 10 and 7, as for the page of the fault.
         if current(vm, &pin, *space, plan, hit).is_none() {
@@ -152,6 +184,7 @@ impl<'m, M: Machine> Hands<'m, M> {
         let size = 1 << F::PAGE_SHIFT;
         for (gpa, leaf) in (range.start().0..).step_by(size as usize).zip(leaves) {
             let Some((_, template)) = *leaf else { continue };
+            window.guessed(gpa, F::PAGE_SHIFT, pages);
             let hva = plan.facts.hva_of(Gpa(gpa));
             vm.host.accessed(hva, size);
             if vm.tree().attributes(template).write {

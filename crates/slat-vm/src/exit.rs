@@ -2,6 +2,7 @@
 
 use core::fmt;
 
+use slat::gate::Requests;
 use slat::{Error, Gpa, NoMemory};
 
 use crate::slot::SlotId;
@@ -52,6 +53,32 @@ pub enum Exit {
     DirtyRingFull,
     /// Tell the guest that it did something that hardware would not do.
     Abort(Abort),
+}
+
+/// Why a vCPU is not inside the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum EntryError {
+    /// Something is asked of it; nothing any more if only an invalidation was.
+    Requests(Requests),
+    /// The vCPU belongs to another machine than this VM.
+    OtherMachine,
+}
+
+impl fmt::Display for EntryError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Requests(requests) => write!(f, "answer {requests:?}, and enter again"),
+            Self::OtherMachine => OtherMachine.fmt(f),
+        }
+    }
+}
+
+impl core::error::Error for EntryError {}
+
+impl From<OtherMachine> for EntryError {
+    fn from(_: OtherMachine) -> Self {
+        Self::OtherMachine
+    }
 }
 
 /// An access to emulate. Width, register and value are in the syndrome that the embedder has.

@@ -133,7 +133,7 @@ impl<'m, M: Machine> Hands<'m, M> {
             Ok(plan) => plan,
             Err(exit) => return Ok(exit),
         };
-        if vm.options.fault_around > 1 {
+        if vm.options.fault_around > 1 || vm.options.adaptive_around.is_some() {
             self.map_around(vm, fault, &plan);
         }
         Ok(Exit::Resume)

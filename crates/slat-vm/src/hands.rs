@@ -6,6 +6,7 @@ use crate::VcpuStatistics;
 use crate::chunks::At;
 use crate::ring::Ring;
 use crate::shared::Shared;
+use crate::window::Window;
 
 #[derive(Debug)]
 pub(crate) struct Hands<'m, M: Machine> {
@@ -19,6 +20,8 @@ pub(crate) struct Hands<'m, M: Machine> {
     pub(crate) hit: At,
     /// Where it reports the pages that it makes writable; a worker has none.
     pub(crate) ring: Option<Shared<Ring>>,
+    /// How far round a fault it maps.
+    pub(crate) window: Window,
     pub(crate) statistics: VcpuStatistics,
 }
 
@@ -31,6 +34,7 @@ impl<'m, M: Machine> Hands<'m, M> {
             space: 0,
             hit: At::default(),
             ring: None,
+            window: Window::default(),
             statistics: VcpuStatistics::default(),
         })
     }

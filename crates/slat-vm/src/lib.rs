@@ -108,11 +108,12 @@ mod transit;
 mod unmap;
 mod vcpu;
 mod vm;
+mod window;
 mod worker;
 mod young;
 
 pub use address::{Hva, HvaRange};
-pub use exit::{Abort, Exit, Fault, FaultError, FaultKind, Mmio, ReadOnly};
+pub use exit::{Abort, EntryError, Exit, Fault, FaultError, FaultKind, Mmio, ReadOnly};
 pub use heap::OutOfMemory;
 pub use host::{Access, Host, HostError, HostPage};
 pub use invalidate::{Guard, InvalidateError};

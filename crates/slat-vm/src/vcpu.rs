@@ -1,6 +1,6 @@
 //! A vCPU's side of guest memory: its participant, its tables in hand, and what it has done.
 
-use slat::gate::Gate;
+use slat::gate::{Gate, Inside, Requests};
 use slat::{Format, Gpa, Machine, Participant};
 
 use crate::fault::Purpose;
@@ -8,7 +8,7 @@ use crate::hands::Hands;
 use crate::log::Mark;
 use crate::ring::{DirtyRing, Ring};
 use crate::shared::Shared;
-use crate::{Exit, Fault, FaultError, Host, LogError, VcpuError, Vm};
+use crate::{EntryError, Exit, Fault, FaultError, Host, LogError, VcpuError, Vm};
 
 /// One vCPU. Everything in it is its own: two vCPUs that fault write nothing in common but the entries themselves.
 #[derive(Debug)]
@@ -93,6 +93,33 @@ impl<'m, M: Machine> Vcpu<'m, M> {
         self.hands.fault(vm, &fault, purpose)
     }
 
+    /// Goes inside the guest, on the tree of its address space: see [`Participant::enter`], whose rules hold. A request to
+    /// invalidate is answered here, on the calling CPU. Where invalidations are broadcast (Arm) a guest can be entered without
+    /// it; on x86 it must not. Before it enters on another CPU than it did last, say so with [`moved`](Self::moved).
+    ///
+    /// # Errors
+    /// [`EntryError::Requests`]: do what they ask, and try again. [`EntryError::OtherMachine`].
+    pub fn enter<F: Format, H: Host>(
+        &mut self,
+        vm: &Vm<'m, F, M, H>,
+    ) -> Result<Inside<'_>, EntryError> {
+        vm.admit_hands(&self.hands)?;
+        let Hands { participant, space, .. } = &mut self.hands;
+        let Some(tree) = vm.tree_of(*space) else { return Err(EntryError::OtherMachine) };
+        participant.switch(tree.root());
+        participant.enter().map_err(|requests| {
+            if requests.contains(Requests::INVALIDATE) {
+                tree.answer();
+            }
+            EntryError::Requests(requests.without(Requests::INVALIDATE))
+        })
+    }
+
+    /// Says that it will enter on another CPU than it did last: see [`Participant::moved`].
+    pub fn moved(&mut self) {
+        self.hands.participant.moved();
+    }
+
     /// From now on its faults are in this address space of the VM: it must run on [that tree](Vm::tree_of). Whether the
     /// VM has it; otherwise nothing changes.
     #[must_use = "there may be no such address space"]
@@ -138,6 +165,12 @@ impl<'m, M: Machine> Vcpu<'m, M> {
         }
         mark.emulated();
         Ok(())
+    }
+
+    /// Pages of the window that its next fault maps round itself, the page of the fault included: what
+    /// [`VmOptions::fault_around`](crate::VmOptions) says, or what it has adapted to.
+    pub fn fault_around<F: Format, H: Host>(&self, vm: &Vm<'m, F, M, H>) -> u32 {
+        self.hands.window_pages(vm)
     }
 
     /// Its participant, for the engine's own operations and their counters.

@@ -34,20 +34,27 @@ pub struct VmOptions {
     /// [has them present](Host::present): a power of two, at most the entries of a table; 1 for none. Their access flag
     /// stays clear where hardware sets it. Not after writes under a log that protects pages.
     pub fault_around: u32,
+    /// The window of fault-around adapts, for each vCPU by itself: it begins as `fault_around` says, grows to at most so
+    /// many pages while what it maps ahead is used, and shrinks, to one page if need be, when access flags say that it is
+    /// not. A power of two, at most the entries of a table. `None`: it stays as it is, as it does where hardware sets no
+    /// access flags.
+    pub adaptive_around: Option<u32>,
     /// Each vCPU has a dirty ring of so many entries, for logs of [`LogMode::Ring`](crate::LogMode): a power of two, 256
     /// to 65536.
     pub dirty_ring: Option<u32>,
 }
 
 impl Default for VmOptions {
-    /// One address space, nothing ahead of faults, no rings, caches that are not coherent.
+    /// One address space, fault-around of eight pages (if the [host](Host::present) has them), no rings, caches that are not
+    /// coherent.
     fn default() -> Self {
         Self {
             address_spaces: 1,
             eager_split: None,
             coherent_instructions: false,
             coherent_data: false,
-            fault_around: 1,
+            fault_around: AROUND,
+            adaptive_around: None,
             dirty_ring: None,
         }
     }
@@ -55,6 +62,8 @@ impl Default for VmOptions {
 
 /// The most address spaces of one VM.
 const MAX_SPACES: u16 = 64;
+/// Pages that are mapped for one fault unless something else is asked for; tables of models have two entries.
+const AROUND: u32 = if cfg!(any(loom, shuttle)) { 1 } else { 8 };
 /// Sizes of a dirty ring.
 const RINGS: core::ops::RangeInclusive<u32> =
     if cfg!(any(loom, shuttle)) { 4..=4 } else { 256..=65536 };
@@ -321,9 +330,11 @@ fn check<F: Format>(format: &F, options: &VmOptions) -> Result<(), VmError> {
     if !(1..=MAX_SPACES).contains(&options.address_spaces) {
         return Err(VmError::AddressSpaces(options.address_spaces));
     }
-    let (pages, largest) = (options.fault_around, format.geometry().entries() as u32);
-    if !pages.is_power_of_two() || pages > largest {
-        return Err(VmError::FaultAround { pages, largest });
+    let largest = format.geometry().entries() as u32;
+    for pages in [Some(options.fault_around), options.adaptive_around].into_iter().flatten() {
+        if !pages.is_power_of_two() || pages > largest {
+            return Err(VmError::FaultAround { pages, largest });
+        }
     }
     match options.dirty_ring {
         Some(entries) if !entries.is_power_of_two() || !RINGS.contains(&entries) => {

@@ -2,6 +2,8 @@
 
 mod guest;
 
+use std::sync::atomic::Ordering;
+
 use guest::*;
 use slat::{Gpa, Lookup};
 use slat_model::Backing;
@@ -12,6 +14,24 @@ use slat_vm::{
 
 fn around(fault_around: u32) -> VmOptions {
     VmOptions { fault_around, ..VmOptions::default() }
+}
+
+/// The same, with pages at hand.
+fn vm_around(machine: &Watched, size: u64, options: VmOptions) -> TestVm<'_> {
+    let vm = vm(machine, size, Backing::Anonymous, options);
+    vm.host().at_hand.store(true, Ordering::Relaxed);
+    vm
+}
+
+fn vm_with_slot_around(
+    machine: &Watched,
+    size: u64,
+    options: VmOptions,
+) -> (TestVm<'_>, slat_vm::Worker<'_, Watched>) {
+    let vm = vm_around(machine, size, options);
+    let mut worker = vm.worker().unwrap();
+    vm.create_slot(&mut worker, 0, SlotConfig::new(Gpa(0), size, Hva(0))).unwrap();
+    (vm, worker)
 }
 
 /// Which pages from 0 on are mapped.
@@ -116,6 +136,7 @@ fn the_access_flag_of_pages_ahead_is_clear_where_hardware_sets_it_and_set_where_
     for hardware in [false, true] {
         let format = arm().with_hardware_access(hardware);
         let vm = vm_of(&machine, format, BLOCK, Backing::Anonymous, around(8));
+        vm.host().at_hand.store(true, Ordering::Relaxed);
         let mut worker = vm.worker().unwrap();
         vm.create_slot(&mut worker, 0, SlotConfig::new(Gpa(0), BLOCK, Hva(0))).unwrap();
         let mut guest = Guest::new(&vm, 0);
@@ -134,7 +155,7 @@ fn the_access_flag_of_pages_ahead_is_clear_where_hardware_sets_it_and_set_where_
 #[test]
 fn the_whole_window_is_mapped_before_and_after_what_is_there() {
     let machine = Watched::new(1);
-    let (vm, worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, around(8));
+    let (vm, worker) = vm_with_slot_around(&machine, BLOCK, around(8));
     let mut guest = Guest::new(&vm, 0);
     // The first page of a window and the next seven empty: all eight are there afterwards.
     guest.write(8 * PAGE, 1);
@@ -154,7 +175,7 @@ fn the_whole_window_is_mapped_before_and_after_what_is_there() {
 #[test]
 fn a_window_ends_with_its_slot_and_a_large_one_fills_a_table() {
     let machine = Watched::new(1);
-    let vm = vm(&machine, 4 * BLOCK, Backing::Anonymous, around(512));
+    let vm = vm_around(&machine, 4 * BLOCK, around(512));
     let mut worker = vm.worker().unwrap();
     let slot = SlotConfig::new(Gpa(3 * PAGE), 3 * BLOCK, Hva(0));
     vm.create_slot(&mut worker, 0, slot).unwrap();
@@ -170,7 +191,7 @@ fn a_window_ends_with_its_slot_and_a_large_one_fills_a_table() {
 #[test]
 fn a_write_under_a_log_maps_one_page_and_a_read_maps_its_window_read_only() {
     let machine = Watched::new(1);
-    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, around(8));
+    let (vm, mut worker) = vm_with_slot_around(&machine, BLOCK, around(8));
     vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
     let mut guest = Guest::new(&vm, 0);
     guest.write(0, 1);
@@ -186,7 +207,7 @@ fn a_write_under_a_log_maps_one_page_and_a_read_maps_its_window_read_only() {
 #[test]
 fn nothing_is_mapped_round_a_page_that_the_host_takes_back_meanwhile() {
     let machine = Watched::new(1);
-    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, around(8));
+    let (vm, mut worker) = vm_with_slot_around(&machine, BLOCK, around(8));
     let mut other = vm.worker().unwrap();
     let mut guest = Guest::new(&vm, 0);
     let guard = vm.invalidate_begin(&mut other, &[range(3 * PAGE, PAGE)]).unwrap();
@@ -196,4 +217,100 @@ fn nothing_is_mapped_round_a_page_that_the_host_takes_back_meanwhile() {
     worker.parts();
     drop(guest);
     finish(vm, vec![worker, other]);
+}
+
+#[test]
+fn eight_pages_are_mapped_unless_something_else_is_asked_for_and_one_where_none_is_at_hand() {
+    let machine = Watched::new(1);
+    let (vm, worker) = vm_with_slot_around(&machine, BLOCK, VmOptions::default());
+    let mut guest = Guest::new(&vm, 0);
+    guest.read(5 * PAGE);
+    assert_eq!(mapped(&vm, &worker, 16), (0..8).collect::<Vec<_>>());
+    vm.host().at_hand.store(false, Ordering::Relaxed);
+    guest.read(12 * PAGE);
+    assert_eq!(mapped(&vm, &worker, 16), [0, 1, 2, 3, 4, 5, 6, 7, 12]);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+fn adaptive(fault_around: u32, most: u32) -> VmOptions {
+    VmOptions { fault_around, adaptive_around: Some(most), ..VmOptions::default() }
+}
+
+/// A VM whose hardware sets access flags, with pages at hand.
+fn vm_adaptive(
+    machine: &Watched,
+    blocks: u64,
+    options: VmOptions,
+) -> (TestVm<'_>, slat_vm::Worker<'_, Watched>) {
+    let format = arm().with_hardware_access(true);
+    let vm = vm_of(machine, format, blocks * BLOCK, Backing::Anonymous, options);
+    vm.host().at_hand.store(true, Ordering::Relaxed);
+    let mut worker = vm.worker().unwrap();
+    vm.create_slot(&mut worker, 0, SlotConfig::new(Gpa(0), blocks * BLOCK, Hva(0))).unwrap();
+    (vm, worker)
+}
+
+#[test]
+fn a_window_grows_to_the_most_while_its_guesses_are_used() {
+    let machine = Watched::new(1);
+    let (vm, worker) = vm_adaptive(&machine, 8, adaptive(8, 64));
+    let mut guest = Guest::new(&vm, 0);
+    assert_eq!(guest.vcpu.fault_around(&vm), 8);
+    for page in 0..8 * 512 {
+        guest.write(page * PAGE, 1);
+    }
+    assert_eq!(guest.vcpu.fault_around(&vm), 64);
+    // With a window of eight there would be 512.
+    assert!((64..90).contains(&guest.faults), "{}", guest.faults);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_window_shrinks_to_one_page_where_guesses_are_not_used_and_comes_back_when_they_would_be() {
+    let machine = Watched::new(1);
+    let (vm, worker) = vm_adaptive(&machine, 16, adaptive(8, 64));
+    let mut guest = Guest::new(&vm, 0);
+    // One page of every 64: nothing beside it is ever used.
+    for page in (0..8 * 512).step_by(64) {
+        guest.read(page * PAGE);
+    }
+    assert_eq!(guest.vcpu.fault_around(&vm), 1);
+    let ahead = guest.vcpu.statistics().ahead;
+    assert!(ahead < 64, "{ahead} pages for nothing; 448 with a window that stays");
+    for page in 8 * 512..16 * 512 {
+        guest.read(page * PAGE);
+    }
+    assert_eq!(guest.vcpu.fault_around(&vm), 64);
+    drop(guest);
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn each_vcpu_judges_its_own_guesses() {
+    let machine = Watched::new(2);
+    let (vm, worker) = vm_adaptive(&machine, 8, adaptive(4, 32));
+    let (mut first, mut second) = (Guest::new(&vm, 0), Guest::new(&vm, 1));
+    for page in 0..1024 {
+        first.read(page * PAGE);
+        second.read((4 * 512 + page % 32 * 64 + page / 32) * PAGE);
+    }
+    assert_eq!(first.vcpu.fault_around(&vm), 32);
+    assert_eq!(second.vcpu.fault_around(&vm), 1);
+    drop((first, second));
+    finish(vm, vec![worker]);
+}
+
+#[test]
+fn a_window_stays_where_hardware_sets_no_access_flags() {
+    let machine = Watched::new(1);
+    let (vm, worker) = vm_with_slot_around(&machine, BLOCK, adaptive(8, 64));
+    let mut guest = Guest::new(&vm, 0);
+    for page in (0..512).step_by(32) {
+        guest.read(page * PAGE);
+    }
+    assert_eq!((guest.vcpu.fault_around(&vm), guest.vcpu.statistics().ahead), (8, 7 * 16));
+    drop(guest);
+    finish(vm, vec![worker]);
 }

@@ -19,7 +19,7 @@ use slat_model::Backing;
 use slat_vm::{Access, Hva, LogMode, SlotConfig, SlotId};
 
 use reference::judge;
-use reference::operation::{Numbers, Operation, Setup};
+use reference::operation::{Numbers, Operation, Setup, Tables};
 use reference::{Reference, Taken};
 
 const REGRESSIONS: &str = "tests/properties.regressions";
@@ -58,7 +58,7 @@ impl ReferenceStateMachine for Machine {
     type Transition = Operation;
 
     fn init_state() -> BoxedStrategy<Self::State> {
-        let setup = vec(ANY, 7).prop_map(|numbers| Setup::choose(&mut chosen(numbers)));
+        let setup = vec(ANY, 8).prop_map(|numbers| Setup::choose(&mut chosen(numbers)));
         setup.prop_map(|setup| State { setup, reference: setup.reference() }).boxed()
     }
 
@@ -111,6 +111,7 @@ const SMALL: Setup = Setup {
     hardware_marks: false,
     spaces: 1,
     around: 1,
+    tables: Tables::Arm,
 };
 
 /// The slot of the tests below.

@@ -21,8 +21,11 @@ use gungraun::{library_benchmark, library_benchmark_group};
 use machine::Heap;
 use run::{Asked, Row};
 use slat::format::arm::{K4, Stage2};
+use slat::format::ept::Ept;
+use slat::format::npt::Npt;
 use slat::{
-    Attributes, Dirty, Edges, Gpa, GpaRange, Hpa, Leaf, Level, Lookup, Participant, Reserve, Tree,
+    Attributes, Dirty, Edges, Format, Gpa, GpaRange, Hpa, Leaf, Level, Lookup, Participant,
+    Reserve, Tree,
 };
 
 const BASE: u64 = 1 << 30;
@@ -34,7 +37,7 @@ const BLOCK: u64 = 1 << 21;
 const LEAF: u64 = 0x7c3;
 const WRITE: u64 = 1 << 7;
 
-const ROWS: [Row; 21] = [
+const ROWS: [Row; 31] = [
     ("split.blocks", "fill.tables", "split 2M -> 4K"),
     ("split.pages", "fill.tables", "split what is split"),
     ("map.nothing", "fill.tables", "map a range of pages"),
@@ -56,24 +59,34 @@ const ROWS: [Row; 21] = [
     ("look_up_pinned.pages", "direct_look_up.pages", "look up, inside a pin"),
     ("collapse.pages", "direct_clear.pages", "collapse 4K -> 2M"),
     ("trim.tables", "direct_clear.pages", "trim empty tables"),
+    ("split_ept.blocks", "fill.tables", "EPT: split 2M -> 4K"),
+    ("map_ept.nothing", "fill.tables", "EPT: map a range of pages"),
+    ("write_protect_ept.writable", "direct_clear.pages", "EPT: write-protect, all change"),
+    ("harvest_ept.dirty", "direct_clear.pages", "EPT: harvest dirty, all dirty"),
+    ("look_up_ept.pages", "direct_look_up.pages", "EPT: look up, pin included"),
+    ("split_npt.blocks", "fill.tables", "NPT: split 2M -> 4K"),
+    ("map_npt.nothing", "fill.tables", "NPT: map a range of pages"),
+    ("write_protect_npt.writable", "direct_clear.pages", "NPT: write-protect, all change"),
+    ("harvest_npt.dirty", "direct_clear.pages", "NPT: harvest dirty, all dirty"),
+    ("look_up_npt.pages", "direct_look_up.pages", "NPT: look up, pin included"),
 ];
 
 /// A tree with something in the range, and all that operations on it need.
-struct Bench {
-    tree: Tree<'static, Stage2<K4>, Heap>,
+struct Bench<F: Format = Stage2<K4>> {
+    tree: Tree<'static, F, Heap>,
     who: Participant<'static, Heap>,
     reserve: Reserve<'static, Heap>,
     range: GpaRange,
 }
 
-type Ready = Box<Bench>;
+type Ready<F = Stage2<K4>> = Box<Bench<F>>;
 
 /// Nothing is mapped, and there are tables in hand to map all of it.
 fn nothing() -> Ready {
     with(Stage2::new(40).unwrap())
 }
 
-fn with(format: Stage2<K4>) -> Ready {
+fn with<F: Format>(format: F) -> Ready<F> {
     let heap: &Heap = Box::leak(Box::new(Heap::new(4096, 4)));
     let mut reserve = Reserve::new(heap);
     reserve.top_up(2 * BLOCKS as usize + 8).unwrap();
@@ -85,7 +98,7 @@ fn with(format: Stage2<K4>) -> Ready {
     })
 }
 
-fn mapped(mut b: Ready, attributes: Attributes, largest: Level) -> Ready {
+fn mapped<F: Format>(mut b: Ready<F>, attributes: Attributes, largest: Level) -> Ready<F> {
     let template = b.tree.template(attributes).unwrap();
     let output = Hpa(2 * BASE);
     b.tree.map(&b.who, &mut b.reserve, b.range, output, template, largest).unwrap();
@@ -94,6 +107,14 @@ fn mapped(mut b: Ready, attributes: Attributes, largest: Level) -> Ready {
 
 fn blocks() -> Ready {
     mapped(nothing(), Attributes::RW, Level::new(2).unwrap())
+}
+
+fn dirty_of<F: Format>(format: F) -> Ready<F> {
+    mapped(with(format), Attributes { dirty: Dirty::Dirty, ..Attributes::RW }, Level::LAST)
+}
+
+fn pages_of<F: Format>(format: F) -> Ready<F> {
+    mapped(with(format), Attributes::RW, Level::LAST)
 }
 
 fn pages() -> Ready {
@@ -109,8 +130,7 @@ fn old() -> Ready {
 }
 
 fn dirty() -> Ready {
-    let format = Stage2::new(40).unwrap().with_hardware_dirty(true);
-    mapped(with(format), Attributes { dirty: Dirty::Dirty, ..Attributes::RW }, Level::LAST)
+    dirty_of(Stage2::<K4>::new(40).unwrap().with_hardware_dirty(true))
 }
 
 /// Tables are there, and nothing in them: page by page, so that each unmap covers its table in part only.
@@ -288,6 +308,59 @@ fn trim(mut b: Ready) -> Ready {
     b
 }
 
+/// The same on tables of x86.
+macro_rules! x86 {
+    ($format:ty: $split:ident $map:ident $write_protect:ident $harvest:ident $look_up:ident) => {
+        #[library_benchmark]
+        #[bench::blocks(mapped(with(<$format>::new(48).unwrap()), Attributes::RW, Level::new(2).unwrap()))]
+        fn $split(mut b: Ready<$format>) -> Ready<$format> {
+            assert_eq!(b.tree.split(&b.who, &mut b.reserve, b.range, Level::LAST), Ok(BLOCKS));
+            b
+        }
+
+        #[library_benchmark]
+        #[bench::nothing(with(<$format>::new(48).unwrap()))]
+        fn $map(mut b: Ready<$format>) -> Ready<$format> {
+            let template = b.tree.template(Attributes::RW).unwrap();
+            let output = Hpa(2 * BASE);
+            let done = b.tree.map(&b.who, &mut b.reserve, b.range, output, template, Level::LAST);
+            assert_eq!(done, Ok(PAGES));
+            b
+        }
+
+        #[library_benchmark]
+        #[bench::writable(pages_of(<$format>::new(48).unwrap()))]
+        fn $write_protect(b: Ready<$format>) -> Ready<$format> {
+            assert_eq!(b.tree.write_protect(&b.who, b.range, |_| {}), Ok(PAGES));
+            b
+        }
+
+        #[library_benchmark]
+        #[bench::dirty(dirty_of(<$format>::new(48).unwrap().with_hardware_dirty(true)))]
+        fn $harvest(b: Ready<$format>) -> Ready<$format> {
+            let mut bytes = 0;
+            let done = b.tree.harvest_dirty(&b.who, b.range, |range| bytes += range.size());
+            assert_eq!((done, bytes), (Ok(PAGES), PAGES * PAGE));
+            b
+        }
+
+        #[library_benchmark]
+        #[bench::pages(pages_of(<$format>::new(48).unwrap()))]
+        fn $look_up(b: Ready<$format>) -> Ready<$format> {
+            for gpa in addresses() {
+                let pin = b.who.pin();
+                if let Ok(Lookup::Mapped { output, .. }) = b.tree.look_up(&pin, gpa) {
+                    black_box(output);
+                }
+            }
+            b
+        }
+    };
+}
+
+x86!(Ept: split_ept map_ept write_protect_ept harvest_ept look_up_ept);
+x86!(Npt: split_npt map_npt write_protect_npt harvest_npt look_up_npt);
+
 #[library_benchmark]
 #[bench::tables(vec![[0; 512]; BLOCKS as usize])]
 fn fill(mut tables: Vec<[u64; 512]>) -> Vec<[u64; 512]> {
@@ -398,6 +471,16 @@ library_benchmark_group!(
         look_up_pinned,
         collapse,
         trim,
+        split_ept,
+        map_ept,
+        write_protect_ept,
+        harvest_ept,
+        look_up_ept,
+        split_npt,
+        map_npt,
+        write_protect_npt,
+        harvest_npt,
+        look_up_npt,
     ]
 );
 

@@ -26,7 +26,7 @@ impl<F: Format> Change for Age<F> {
 
     #[inline(always)]
     fn apply(&self, leaf: u64) -> u64 {
-        if self.clear { leaf & !F::ACCESSED } else { leaf }
+        if self.clear { F::old(leaf) } else { leaf }
     }
 
     #[inline(always)]
@@ -88,7 +88,7 @@ impl<F: Format, M: Machine> Tree<'_, F, M> {
             if old & F::ACCESSED != 0 {
                 return Ok(true);
             }
-            match place.table.exchange(place.index, old, old | F::ACCESSED) {
+            match place.table.exchange(place.index, old, F::young(old)) {
                 Ok(()) => {
                     bump(&pin.counters().exchanged, 1);
                     self.publish(pin.counters());

@@ -7,7 +7,7 @@
 
 use crate::backlog::Claim;
 use crate::batch::Batch;
-use crate::entry::{DEAD, EMPTY, LOCK_BIT, LOCKED};
+use crate::entry::{DEAD, LOCK_BIT};
 use crate::install::{Installed, Leaf};
 use crate::lookup::Place;
 use crate::machine::Machine;
@@ -71,7 +71,7 @@ impl<'p, M: Machine> Frozen<'p, M> {
         new: u64,
     ) -> Result<(), Self> {
         let (table, index, entry, at) = parent;
-        if table.exchange(index, entry, LOCKED).is_err() {
+        if table.exchange(index, entry, F::LOCKED).is_err() {
             return Err(self);
         }
         let above = Level::new(self.level.number() - 1).unwrap_or(Level::TOP);
@@ -92,7 +92,7 @@ impl<'p, M: Machine> Frozen<'p, M> {
         for index in 0..self.frozen {
             let dead = match skips(Skip::Dead) {
                 true => F::thaw(self.table.load(index)),
-                false => DEAD,
+                false => DEAD | F::ABSENT,
             };
             self.table.settle(index, dead);
         }
@@ -183,7 +183,7 @@ impl<F: Format, M: Machine> Collapser<'_, '_, F, M> {
         // A block that may not be written has no place for the dirty state of a child.
         let frozen = Frozen::freeze(tree, child, below, judge).and_then(|frozen| {
             let keeps = !dirty || F::is_dirty(block);
-            if keeps && table.exchange(index, entry, LOCKED).is_ok() {
+            if keeps && table.exchange(index, entry, F::LOCKED).is_ok() {
                 return Some(frozen);
             }
             frozen.thaw::<F>();
@@ -375,13 +375,13 @@ impl<F: Format, M: Machine> Visitor<M> for Trimmer<'_, '_, F, M> {
             return Flow::Next;
         }
         let child = tree.child(table, entry);
-        if !(0..tree.geometry().entries()).all(|index| child.load(index) == EMPTY) {
+        if !(0..tree.geometry().entries()).all(|index| child.load(index) == F::EMPTY) {
             return Flow::Next;
         }
         let Ok(mut claim) = tree.claim_one() else { return Flow::Stop(Error::Backlog) };
         let parent = (table, index, entry, Gpa(start));
-        let frozen = Frozen::freeze(tree, child, level.below(), |_, old| old == EMPTY);
-        match frozen.map(|f| f.replace(tree, self.counters, &mut claim, parent, EMPTY)) {
+        let frozen = Frozen::freeze(tree, child, level.below(), |_, old| old == F::EMPTY);
+        match frozen.map(|f| f.replace(tree, self.counters, &mut claim, parent, F::EMPTY)) {
             Some(Ok(())) => self.trimmed += 1,
             Some(Err(frozen)) => frozen.thaw::<F>(),
             None => {}

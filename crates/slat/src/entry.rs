@@ -6,16 +6,14 @@
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// Set in LOCKED and DEAD and in nothing else.
+/// Set in LOCKED (a thread is between the two halves of break-before-make here, rule 3) and DEAD and in nothing else.
 pub(crate) const LOCK_BIT: u64 = 1 << 62;
 const DEAD_BIT: u64 = 1 << 61;
 const NOTE_BIT: u64 = 1 << 60;
 const NOTE_SHIFT: u32 = 16;
 
-/// No translation, no note.
+/// What a zeroed table holds: no translation, no note.
 pub(crate) const EMPTY: u64 = 0;
-/// A thread is between the two halves of break-before-make here (rule 3).
-pub(crate) const LOCKED: u64 = LOCK_BIT;
 /// The table that this entry is part of has left the tree (rule 5).
 pub(crate) const DEAD: u64 = LOCK_BIT | DEAD_BIT;
 
@@ -93,7 +91,7 @@ mod tests {
             assert_eq!(entry & LOCK_BIT, 0);
         }
         assert_eq!(Owner::of(EMPTY), None);
-        assert_eq!(Owner::of(LOCKED), None);
+        assert_eq!(Owner::of(LOCK_BIT), None);
         assert_eq!(Owner::of(DEAD), None);
     }
 }

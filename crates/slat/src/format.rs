@@ -2,11 +2,14 @@
 
 use core::fmt;
 
-use crate::entry::{EMPTY, LOCK_BIT};
+use crate::entry::LOCK_BIT;
 use crate::maintenance::Maintenance;
 use crate::{Geometry, Hpa, Level, Owner};
 
 pub mod arm;
+pub mod ept;
+pub mod npt;
+mod x86;
 
 /// Who may execute from a page.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -16,9 +19,9 @@ pub enum Execute {
     No,
     /// Every privilege level of the guest.
     Yes,
-    /// The guest's kernel only (Arm: EL1, needs FEAT_XNX).
+    /// The guest's kernel only (Arm: EL1, needs FEAT_XNX; Intel: supervisor mode, needs mode-based execute control).
     Kernel,
-    /// The guest's user programs only (Arm: EL0, needs FEAT_XNX).
+    /// The guest's user programs only (Arm: EL0, needs FEAT_XNX; Intel: user mode, needs mode-based execute control).
     User,
 }
 
@@ -102,6 +105,8 @@ pub enum FormatError {
     ExecutableDevice,
     /// `Execute::Kernel` or `Execute::User` without the feature that distinguishes them.
     ExecuteNeedsXnx,
+    /// Something other than reading is permitted, and reading is not, which this format (as it is configured) has not.
+    Unreadable,
     /// Dirty state on an entry that is not writable, or in a format that keeps none.
     DirtyState,
     /// A software value above 15.
@@ -125,8 +130,13 @@ impl fmt::Display for FormatError {
                 f.write_str("device and non-cacheable memory cannot be executable")
             }
             Self::ExecuteNeedsXnx => {
-                f.write_str("execute permission by privilege level needs FEAT_XNX")
+                f.write_str(
+                    "execute permission by privilege level needs FEAT_XNX, or mode-based execute control",
+                )
             }
+            Self::Unreadable => f.write_str(
+                "this format has no pages that can be written or executed and not be read",
+            ),
             Self::DirtyState => {
                 f.write_str("dirty state needs a writable entry and a format that keeps it")
             }
@@ -162,6 +172,12 @@ pub unsafe trait Format: Copy + PartialEq + Send + Sync + 'static {
     const DIRTY: u64;
     /// A bit that every valid entry has and no invalid one.
     const VALID: u64 = 1;
+    /// What every entry has that is not present as far as hardware can see.
+    const ABSENT: u64 = 0;
+    /// An entry with no translation and no note.
+    const EMPTY: u64 = Self::ABSENT;
+    /// A LOCKED entry that carries nothing.
+    const LOCKED: u64 = LOCK_BIT | Self::ABSENT;
     /// The access flag.
     const ACCESSED: u64;
     /// Where the four software bits begin.
@@ -171,6 +187,11 @@ pub unsafe trait Format: Copy + PartialEq + Send + Sync + 'static {
 
     /// The shape of a tree in this format.
     fn geometry(&self) -> &Geometry;
+    /// What [`Maintenance::root`] takes beside the root table of a tree that was given this number.
+    #[inline(always)]
+    fn identifier(&self, number: u16) -> u16 {
+        number
+    }
     /// Whether a walker may use the entry.
     fn is_valid(entry: u64) -> bool;
     /// Whether the entry at `level` is valid and points to a table.
@@ -214,6 +235,16 @@ pub unsafe trait Format: Copy + PartialEq + Send + Sync + 'static {
     fn tracks_dirty_of(entry: u64) -> bool;
     /// The leaf with its dirty state clear (no change where hardware keeps none).
     fn clean(entry: u64) -> u64;
+    /// The leaf with its access flag clear.
+    #[inline(always)]
+    fn old(leaf: u64) -> u64 {
+        leaf & !Self::ACCESSED
+    }
+    /// The leaf with its access flag set.
+    #[inline(always)]
+    fn young(leaf: u64) -> u64 {
+        leaf | Self::ACCESSED
+    }
     /// The leaf `old` with every permission added that `template` has (never one taken away, nothing else changed),
     /// and with the access flag set if `template` has it.
     fn relaxed(old: u64, template: u64) -> u64;
@@ -224,7 +255,7 @@ pub unsafe trait Format: Copy + PartialEq + Send + Sync + 'static {
     /// A leaf's bits without address, access flag and dirty state: what must agree before entries may become one block.
     fn essence(leaf: u64) -> u64;
 
-    /// A LOCKED value that still carries `entry`, which may be valid, empty or a note.
+    /// A LOCKED value that still carries `entry`, which may be valid, empty or a note. Hardware sees nothing present.
     #[inline(always)]
     fn freeze(entry: u64) -> u64 {
         entry & !Self::VALID | LOCK_BIT
@@ -233,6 +264,6 @@ pub unsafe trait Format: Copy + PartialEq + Send + Sync + 'static {
     #[inline(always)]
     fn thaw(locked: u64) -> u64 {
         let entry = locked & !LOCK_BIT;
-        if entry == EMPTY || Owner::of(entry).is_some() { entry } else { entry | Self::VALID }
+        if entry == Self::EMPTY || Owner::of(entry).is_some() { entry } else { entry | Self::VALID }
     }
 }

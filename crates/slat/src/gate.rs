@@ -55,6 +55,11 @@ impl Requests {
         self.0 == 0
     }
 
+    /// What is left without those of `other`.
+    pub const fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
     /// Whether all of `other` is asked.
     pub const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0

@@ -1,6 +1,6 @@
 //! Installing one leaf: what the fault path asks of the tree.
 
-use crate::entry::{EMPTY, LOCK_BIT, LOCKED};
+use crate::entry::{EMPTY, LOCK_BIT};
 use crate::lookup::Place;
 use crate::machine::Machine;
 use crate::rcu::bump;
@@ -74,9 +74,9 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         self.check_output(output, size, level)?;
         let place = self.descend(pin, gpa, level);
         let new = self.format.leaf(level, output, template.0);
-        if place.entry == EMPTY
+        if place.entry == F::EMPTY
             && place.level == level
-            && place.table.exchange(place.index, EMPTY, new).is_ok()
+            && place.table.exchange(place.index, F::EMPTY, new).is_ok()
         {
             self.installed(pin, level);
             return Ok(Installed::New);
@@ -114,8 +114,8 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
                 break;
             }
             let new = self.format.leaf(Level::LAST, output, template.0);
-            let empty = place.table.load(index) == EMPTY;
-            filled += u64::from(empty && place.table.exchange(index, EMPTY, new).is_ok());
+            let empty = place.table.load(index) == F::EMPTY;
+            filled += u64::from(empty && place.table.exchange(index, F::EMPTY, new).is_ok());
         }
         if filled > 0 {
             bump(&pin.counters().exchanged, filled);
@@ -143,8 +143,8 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let new = self.format.leaf(leaf.level, leaf.output, leaf.template.0);
         loop {
             let place = self.descend(pin, leaf.gpa, leaf.level);
-            let done = if place.entry == EMPTY && place.level == leaf.level {
-                place.table.exchange(place.index, EMPTY, new).is_ok().then_some(Installed::New)
+            let done = if place.entry == F::EMPTY && place.level == leaf.level {
+                place.table.exchange(place.index, F::EMPTY, new).is_ok().then_some(Installed::New)
             } else {
                 self.install_over(pin, reserve, leaf, &place)?
             };
@@ -198,11 +198,12 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
             let next = if enough { reserve.take() } else { None };
             let base = next.ok_or(Error::NeedTables { at: leaf.gpa, tables: needed })?;
             let index = (leaf.gpa.0 >> geometry.shift(level)) as usize & mask;
+            self.blank(base, 1);
             self.owned(base).settle(index, new);
             new = self.format.table(base);
             level = Level::new(level.number() - 1).unwrap_or(Level::TOP);
         }
-        if place.table.exchange(place.index, EMPTY, new).is_ok() {
+        if place.table.exchange(place.index, F::EMPTY, new).is_ok() {
             bump(&pin.counters().linked, needed as u64);
             return Ok(Some(Installed::New));
         }
@@ -213,7 +214,11 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
             let entry = self.owned(base).entry(index);
             new = entry.read();
             self.owned(base).settle(index, EMPTY);
-            reserve.give(base);
+            if F::EMPTY == EMPTY {
+                reserve.give(base);
+            } else {
+                self.take_apart(reserve, base, Level::LAST);
+            }
             level = level.below();
         }
         Ok(None)
@@ -262,7 +267,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
             return Ok(Some(Installed::Relaxed));
         }
         // Rule 3: two valid entries with different output addresses.
-        if table.exchange(index, old, LOCKED).is_err() {
+        if table.exchange(index, old, F::LOCKED).is_err() {
             return Ok(None);
         }
         self.invalidate(pin.counters(), self.leaf_at(leaf.gpa, level));

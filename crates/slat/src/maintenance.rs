@@ -117,6 +117,10 @@ pub trait Maintenance {
     /// that a fault which finds enough permission in the entry need not call
     /// [`invalidate_local`](Self::invalidate_local).
     const FAULT_INVALIDATES: bool = false;
+    /// Whether every CPU tolerates that one page is cached in two sizes that translate it alike, and every
+    /// [`invalidate`](Self::invalidate) is of the whole tree: then a block is split by one exchange and nothing is
+    /// invalidated. Otherwise [`Features::bbm_level`] says what is tolerated.
+    const RESIZES: bool = false;
 
     /// Makes the calling CPU's earlier stores to tables visible to every table walker.
     fn publish<M: Machine>(machine: &M);

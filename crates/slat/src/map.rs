@@ -1,6 +1,6 @@
 //! Mapping a range in one call: tables are filled before they are linked.
 
-use crate::entry::{EMPTY, LOCK_BIT};
+use crate::entry::LOCK_BIT;
 use crate::machine::Machine;
 use crate::rcu::bump;
 use crate::walk::{Flow, Run, Visit, Visitor, Wants};
@@ -52,11 +52,14 @@ impl<F: Format, M: Machine> Mapper<'_, '_, F, M> {
         let filled = visit.start & (size - 1) == 0
             && count as u64 * size == visit.end - visit.start
             && self.leaf_fits(below, visit.start, visit.start + size);
+        if !filled || count < geometry.entries() {
+            self.tree.blank(base, 1);
+        }
         if filled {
             let output = self.output(visit.start);
             self.tree.fill_leaves(table, (first, first + count), below, output, self.template);
         }
-        let linked = visit.table.exchange(visit.index, EMPTY, self.tree.format.table(base));
+        let linked = visit.table.exchange(visit.index, F::EMPTY, self.tree.format.table(base));
         if linked.is_err() {
             self.tree.take_apart(self.reserve, base, Level::LAST);
             return Flow::Again;
@@ -119,12 +122,12 @@ impl<F: Format, M: Machine> Visitor<M> for Mapper<'_, '_, F, M> {
     fn leaf(&mut self, visit: &Visit<'_, M>) -> Flow {
         let old = visit.entry;
         let fits = self.leaf_fits(visit.level, visit.start, visit.end);
-        if old == EMPTY {
+        if old == F::EMPTY {
             if !fits {
                 return self.link(visit);
             }
             let leaf = self.tree.format.leaf(visit.level, self.output(visit.start), self.template);
-            if visit.table.exchange(visit.index, EMPTY, leaf).is_err() {
+            if visit.table.exchange(visit.index, F::EMPTY, leaf).is_err() {
                 return Flow::Again;
             }
             self.changed += 1;
@@ -151,14 +154,14 @@ impl<F: Format, M: Machine> Visitor<M> for Mapper<'_, '_, F, M> {
             if self.tree.pairs
                 && index.is_multiple_of(2)
                 && index + 1 < run.to
-                && run.table.load(index) | run.table.load(index + 1) == EMPTY
+                && run.table.load(index) | run.table.load(index + 1) == F::EMPTY
             {
                 let leaf = |index| {
                     let output = self.output(run.address(index));
                     self.tree.format.leaf(Level::LAST, output, self.template)
                 };
                 let new = [leaf(index), leaf(index + 1)];
-                if run.table.exchange_pair(index, [EMPTY; 2], new) {
+                if run.table.exchange_pair(index, [F::EMPTY; 2], new) {
                     self.changed += 2;
                     index += 2;
                     continue;

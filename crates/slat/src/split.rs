@@ -1,8 +1,8 @@
 //! Splitting: a block becomes a table of smaller leaves that translate the same.
 
-use crate::entry::{EMPTY, LOCK_BIT, LOCKED};
+use crate::entry::LOCK_BIT;
 use crate::machine::Machine;
-use crate::maintenance::Invalidation;
+use crate::maintenance::{Invalidation, Maintenance};
 use crate::rcu::{Counters, bump};
 use crate::sync::Ordering;
 use crate::table::Table;
@@ -54,7 +54,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// how many blocks were split.
     ///
     /// Uses as much of the reserve as it finds: with enough for a whole subtree a block is split down to `to` at once,
-    /// with less one level at a time. Costs a table fill a block, one publish, and one invalidation a block. What is
+    /// with less one level at a time. Costs a table fill a block, one publish, and one invalidation a block (x86: none). What is
     /// split already costs a look at each entry above `to`.
     ///
     /// # Errors
@@ -98,11 +98,11 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let Some(new) = self.shatter(reserve, entry, level, to) else {
             return Err(Error::NeedTables { at, tables: self.geometry().tables_below(level, to) });
         };
-        if self.machine.features().bbm_level >= 2 {
+        if F::Maintenance::RESIZES || self.machine.features().bbm_level >= 2 {
             return self.resize(reserve, counters, table, (index, entry, level), at, new);
         }
         // Rule 3: the block and the table translate the same range in different sizes.
-        if table.exchange(index, entry, LOCKED).is_err() {
+        if table.exchange(index, entry, F::LOCKED).is_err() {
             self.take_apart(reserve, new.table, new.level);
             return Err(Error::Retry);
         }
@@ -112,8 +112,9 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         Ok(new.to)
     }
 
-    /// The split of [`split_entry`](Self::split_entry) on a CPU that tolerates a change of size (FEAT_BBM level 2): one
-    /// exchange, so that no vCPU meets LOCKED, and an invalidation after it.
+    /// The split of [`split_entry`](Self::split_entry) on a CPU that tolerates a change of size (x86; FEAT_BBM level 2): one
+    /// exchange, so that no vCPU meets LOCKED, and an invalidation after it. Where every invalidation is of the whole tree
+    /// there is none: the block says what its pages say, and goes with the first of them that changes.
     fn resize(
         &self,
         reserve: &mut Reserve<'_, M>,
@@ -127,7 +128,9 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         self.resizing.fetch_add(1, Ordering::Relaxed);
         let linked = table.exchange(index, entry, self.format.table(new.table)).is_ok();
         if linked {
-            self.invalidate_level(counters, self.leaf_at(at, level));
+            if !F::Maintenance::RESIZES {
+                self.invalidate_level(counters, self.leaf_at(at, level));
+            }
             self.note_split(counters, level, new.to);
         } else {
             self.take_apart(reserve, new.table, new.level);
@@ -180,12 +183,12 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         let new = self.format.table(unlinked.table);
         let refused = if place.entry & LOCK_BIT != 0 {
             Some(Error::Retry)
-        } else if place.entry != EMPTY {
+        } else if place.entry != F::EMPTY {
             Some(Error::Occupied { at })
         } else if place.level != level {
             Some(Error::NoTable { level: place.level })
         } else {
-            place.table.exchange(place.index, EMPTY, new).err().map(|_| Error::Retry)
+            place.table.exchange(place.index, F::EMPTY, new).err().map(|_| Error::Retry)
         };
         if let Some(error) = refused {
             return Err((error, unlinked));

@@ -1,6 +1,7 @@
 //! A tree of tables: its root, its shape, and whose translations it makes.
 
 use crate::backlog::Backlog;
+use crate::entry::EMPTY;
 use crate::format::FormatError;
 use crate::machine::Machine;
 use crate::maintenance::{Context, Invalidation, Maintenance};
@@ -60,6 +61,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
             backlog: Backlog::new(page, F::INDEX_BITS),
             pairs: crate::table::has_pair_exchange(),
         };
+        tree.blank(root, tables);
         F::Maintenance::publish(machine);
         Ok(tree)
     }
@@ -82,7 +84,13 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     /// The value for the hardware's root register (Arm: `VTTBR_EL2`; x86: EPTP or nCR3), under the identifier that the
     /// tree has now.
     pub fn root_register(&self) -> u64 {
-        F::Maintenance::root(self.root, self.vmid.to_invalidate())
+        F::Maintenance::root(self.root, self.format.identifier(self.vmid.to_invalidate()))
+    }
+
+    /// What a vCPU of this tree does that found [`Requests::INVALIDATE`](crate::gate::Requests::INVALIDATE) at its gate, on
+    /// the CPU on which it will enter. Nothing where invalidations are broadcast (Arm).
+    pub fn answer(&self) {
+        F::Maintenance::answer(self.machine, &self.context());
     }
 
     /// Where the root tables are.
@@ -125,6 +133,17 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
         // SAFETY: only this crate stores table entries, always of allocated tables, and a table is freed only after a
         // grace period that began after its link went (rule 5); `'p` is within a pin.
         unsafe { Table::new(parent.machine(), self.format.next(entry)) }
+    }
+
+    /// Makes every entry of zeroed tables that this thread owns an empty one; nothing where those are zero.
+    #[inline(always)]
+    pub(crate) fn blank(&self, first: Hpa, tables: usize) {
+        if F::EMPTY != EMPTY {
+            for table in (0..tables as u64).map(|n| Hpa(first.0 + n * self.geometry().page_size()))
+            {
+                self.owned(table).fill(0, self.geometry().entries(), |_| F::EMPTY);
+            }
+        }
     }
 
     /// A table of this tree that was found under this very pin.

@@ -6,7 +6,7 @@
 
 use crate::backlog::Claim;
 use crate::batch::Batch;
-use crate::entry::{EMPTY, LOCK_BIT};
+use crate::entry::LOCK_BIT;
 use crate::machine::{Event, Machine, Promise};
 use crate::rcu::{Counters, bump};
 use crate::sabotage::{Skip, skips};
@@ -366,7 +366,7 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     ) -> Result<u64, Error> {
         self.check(range)?;
         self.machine.observe(Event::Begin);
-        let result = self.sweep(who, reserve, range, EMPTY, edges, hear);
+        let result = self.sweep(who, reserve, range, F::EMPTY, edges, hear);
         let promise = if result.is_ok() { Promise::Gone(range) } else { Promise::Nothing };
         self.machine.observe(Event::End(promise));
         if result.is_ok() && (D::EACH || self.format.tracks_dirty()) {
@@ -390,7 +390,8 @@ impl<'m, F: Format, M: Machine> Tree<'m, F, M> {
     ) -> Result<u64, Error> {
         self.check(range)?;
         self.machine.observe(Event::Begin);
-        let result = self.sweep(who, reserve, range, owner.entry(), Edges::Exact, Dirty(dirty));
+        let result =
+            self.sweep(who, reserve, range, owner.entry() | F::ABSENT, Edges::Exact, Dirty(dirty));
         let promise = if result.is_ok() { Promise::Gone(range) } else { Promise::Nothing };
         self.machine.observe(Event::End(promise));
         self.reclaim_if_many(who);

@@ -6,7 +6,9 @@ mod machine;
 use std::collections::BTreeMap;
 
 use machine::Heap;
-use slat::format::arm::{Granule, K4, K16, K64, Stage2};
+use slat::format::arm::{K4, K16, K64, Stage2};
+use slat::format::ept::{Ept, InHardware, InSoftware, Suppressed};
+use slat::format::npt::Npt;
 use slat::{
     Attributes, Edges, Error, Execute, Format, Gpa, GpaRange, Hpa, Leaf, Level, Lookup, Owner,
     Participant, Reserve, Tree,
@@ -57,8 +59,8 @@ impl Random {
     }
 }
 
-struct Run<'m, G: Granule> {
-    tree: Tree<'m, Stage2<G>, Heap>,
+struct Run<'m, F: Format> {
+    tree: Tree<'m, F, Heap>,
     who: Participant<'m, Heap>,
     reserve: Reserve<'m, Heap>,
     reference: Reference,
@@ -68,17 +70,17 @@ struct Run<'m, G: Granule> {
     pages: u64,
 }
 
-impl<G: Granule> Run<'_, G> {
+impl<F: Format> Run<'_, F> {
     fn gpa(&self, page: u64) -> Gpa {
-        Gpa(page << G::SHIFT)
+        Gpa(page << F::PAGE_SHIFT)
     }
 
     fn range(&self, pages: &std::ops::Range<u64>) -> GpaRange {
-        GpaRange::new(self.gpa(pages.start), (pages.end - pages.start) << G::SHIFT).unwrap()
+        GpaRange::new(self.gpa(pages.start), (pages.end - pages.start) << F::PAGE_SHIFT).unwrap()
     }
 
     fn pick(&mut self) -> std::ops::Range<u64> {
-        let table = 1 << (G::SHIFT - 3);
+        let table = 1 << (F::PAGE_SHIFT - 3);
         let (a, b) = match self.random.below(4) {
             0 => (self.random.below(self.pages), 1),
             1 => (self.random.below(self.pages), 1 + self.random.below(40)),
@@ -93,7 +95,7 @@ impl<G: Granule> Run<'_, G> {
     fn extent(&self, page: u64) -> std::ops::Range<u64> {
         match self.tree.look_up(&self.who.pin(), self.gpa(page)).unwrap() {
             Lookup::Mapped { level, .. } => {
-                let leaf = 1u64 << ((G::SHIFT - 3) * level.height());
+                let leaf = 1u64 << ((F::PAGE_SHIFT - 3) * level.height());
                 page / leaf * leaf..page / leaf * leaf + leaf
             }
             _ => page..page + 1,
@@ -114,7 +116,7 @@ impl<G: Granule> Run<'_, G> {
     /// Where a page is mapped, most of the time: what collapses again.
     fn output(&mut self, page: u64) -> u64 {
         let far = if self.random.below(20) == 0 { 1 << 40 } else { 1 << 36 };
-        (page << G::SHIFT) + far
+        (page << F::PAGE_SHIFT) + far
     }
 
     fn step(&mut self) {
@@ -186,15 +188,15 @@ impl<G: Granule> Run<'_, G> {
         let end = match result {
             Ok(_) => pages.end,
             Err(Error::Owned { at, owner }) => {
-                let at = at.0 >> G::SHIFT;
+                let at = at.0 >> F::PAGE_SHIFT;
                 assert_eq!(self.reference.at(at), Page::Owned(owner.0));
                 at
             }
             Err(error) => panic!("{error}"),
         };
-        let offset = output - (pages.start << G::SHIFT);
+        let offset = output - (pages.start << F::PAGE_SHIFT);
         for page in pages.start..end {
-            self.now_mapped(page, (page << G::SHIFT) + offset, attributes);
+            self.now_mapped(page, (page << F::PAGE_SHIFT) + offset, attributes);
         }
     }
 
@@ -217,9 +219,9 @@ impl<G: Granule> Run<'_, G> {
         let template = self.tree.template(attributes).unwrap();
         let height = self.random.below(3) / 2;
         let level = Level::new(3 - height as i8).unwrap();
-        let leaf_pages = 1u64 << ((G::SHIFT - 3) * height as u32);
+        let leaf_pages = 1u64 << ((F::PAGE_SHIFT - 3) * height as u32);
         let start = page / leaf_pages * leaf_pages;
-        let output = self.output(start) & !((leaf_pages << G::SHIFT) - 1);
+        let output = self.output(start) & !((leaf_pages << F::PAGE_SHIFT) - 1);
         let leaf = Leaf { gpa: self.gpa(start), level, output: Hpa(output), template };
         let done = self.tree.install(&self.who.pin(), &mut self.reserve, &leaf);
         match done {
@@ -231,13 +233,13 @@ impl<G: Granule> Run<'_, G> {
                 let accessed = young || attributes.accessed;
                 let attributes = Attributes { accessed, ..attributes };
                 for n in 0..leaf_pages {
-                    let output = output + (n << G::SHIFT);
+                    let output = output + (n << F::PAGE_SHIFT);
                     self.reference.0.insert(start + n, Page::Mapped { output, attributes });
                 }
             }
             Ok(_) => {
                 for n in 0..leaf_pages {
-                    self.now_mapped(start + n, output + (n << G::SHIFT), attributes);
+                    self.now_mapped(start + n, output + (n << F::PAGE_SHIFT), attributes);
                 }
             }
             Err(Error::Owned { owner, .. }) => {
@@ -260,7 +262,7 @@ impl<G: Granule> Run<'_, G> {
                     }
                 }
                 Lookup::Owned { level, .. } => {
-                    let note = 1u64 << ((G::SHIFT - 3) * level.height());
+                    let note = 1u64 << ((F::PAGE_SHIFT - 3) * level.height());
                     let start = page / note * note;
                     if pages.start <= start && start + note <= pages.end {
                         gone.push(page..page + 1);
@@ -297,18 +299,18 @@ impl<G: Granule> Run<'_, G> {
         if self.random.below(2) == 0 {
             return None;
         }
-        let table = 1u64 << (G::SHIFT - 3);
+        let table = 1u64 << (F::PAGE_SHIFT - 3);
         let pages = page / table * table..page / table * table + table;
         let range = self.range(&pages);
         let (who, reserve) = (&mut self.who, &mut self.reserve);
         self.tree.unmap(who, reserve, range, Edges::Exact, |_| {}).unwrap();
         let rwx = self.tree.template(Attributes::RWX).unwrap();
-        let output = (pages.start << G::SHIFT) + (1 << 36);
+        let output = (pages.start << F::PAGE_SHIFT) + (1 << 36);
         self.reserve.top_up(8).unwrap();
         let (who, reserve) = (&self.who, &mut self.reserve);
         self.tree.map(who, reserve, range, Hpa(output), rwx, Level::LAST).unwrap();
         self.reference.set(pages.clone(), |page| Page::Mapped {
-            output: (page << G::SHIFT) + (1 << 36),
+            output: (page << F::PAGE_SHIFT) + (1 << 36),
             attributes: Attributes::RWX,
         });
         let some = pages.start + self.random.below(table);
@@ -321,7 +323,7 @@ impl<G: Granule> Run<'_, G> {
 
     /// What became a block has the permissions that all its pages had.
     fn collapse(&mut self, pages: std::ops::Range<u64>) {
-        let table = 1u64 << (G::SHIFT - 3);
+        let table = 1u64 << (F::PAGE_SHIFT - 3);
         let whole = pages.start.next_multiple_of(table)..pages.end / table * table;
         let blocks = whole.step_by(table as usize);
         let small: Vec<u64> = blocks.filter(|&page| self.extent(page).end == page + 1).collect();
@@ -371,16 +373,15 @@ fn either(a: Execute, b: Execute) -> Execute {
     if a == Execute::Yes { a } else { b }
 }
 
-fn run<G: Granule>(seed: u64, steps: usize) {
-    let heap = Heap::new(1 << G::SHIFT, 1);
+fn run<F: Format>(format: F, seed: u64, steps: usize) {
+    let heap = Heap::new(1 << F::PAGE_SHIFT, 1);
     {
-        let format = Stage2::<G>::new(42).unwrap();
-        let table = 1u64 << (G::SHIFT - 3);
+        let table = 1u64 << (F::PAGE_SHIFT - 3);
         // Around the first border between two tables of level 2, where there is one.
-        let first = if G::SHIFT == 12 { table * table - 2 * table } else { 2 * table };
+        let first = if F::PAGE_SHIFT == 12 { table * table - 2 * table } else { 2 * table };
         let mut reserve = Reserve::new(&heap);
         reserve.top_up(64).unwrap();
-        let mut run = Run::<G> {
+        let mut run = Run::<F> {
             tree: Tree::new(&heap, format, 1).unwrap(),
             who: Participant::register(&heap).unwrap(),
             reserve,
@@ -396,7 +397,7 @@ fn run<G: Granule>(seed: u64, steps: usize) {
             }
         }
         run.compare(first..first + 4 * table);
-        assert_eq!(run.tree.format().geometry().page_size(), 1 << G::SHIFT);
+        assert_eq!(run.tree.format().geometry().page_size(), 1 << F::PAGE_SHIFT);
     }
     assert_eq!(heap.in_use(), 0, "every table came back");
 }
@@ -404,20 +405,30 @@ fn run<G: Granule>(seed: u64, steps: usize) {
 #[test]
 fn all_operations_do_what_the_reference_says_with_4k() {
     for seed in 0..40 {
-        run::<K4>(seed, 300);
+        run(Stage2::<K4>::new(42).unwrap(), seed, 300);
     }
 }
 
 #[test]
 fn all_operations_do_what_the_reference_says_with_16k() {
     for seed in 0..8 {
-        run::<K16>(seed, 200);
+        run(Stage2::<K16>::new(42).unwrap(), seed, 200);
     }
 }
 
 #[test]
 fn all_operations_do_what_the_reference_says_with_64k() {
     for seed in 0..4 {
-        run::<K64>(seed, 120);
+        run(Stage2::<K64>::new(42).unwrap(), seed, 120);
+    }
+}
+
+#[test]
+fn all_operations_do_what_the_reference_says_on_x86() {
+    for seed in 0..10 {
+        run(<Ept>::new(48).unwrap(), seed, 300);
+        run(Ept::<InSoftware>::new(42).unwrap(), seed, 300);
+        run(Ept::<InHardware, Suppressed>::new(52).unwrap(), seed, 300);
+        run(Npt::new(48).unwrap(), seed, 300);
     }
 }

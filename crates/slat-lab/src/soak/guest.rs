@@ -1,15 +1,16 @@
 //! What a vCPU does: loads, stores and fetches words of its own, and knows what each must hold.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use slat::Gpa;
-use slat::format::arm::Granule;
-use slat_model::{Access, Cpu, Model, Registers};
+
+use slat_model::{Access, Architecture, Cpu, Model};
 use slat_vm::{DirtyRing, Exit, FaultError, HostError, PreFault, PreFaultError, Vcpu};
 
 use crate::failure::Failure;
 use crate::model;
 use crate::random::Dice;
+use crate::soak::config::Soaked;
 use crate::soak::place::{Behind, Place};
 use crate::soak::round::Ground;
 
@@ -17,33 +18,42 @@ use crate::soak::round::Ground;
 const HOT: u64 = 24;
 
 /// A vCPU on a CPU of its own.
-pub(crate) struct Guest<'r, 'v, 'm, G: Granule> {
-    ground: &'r Ground<'v, 'm, G>,
+pub(crate) struct Guest<'r, 'v, 'm, T: Soaked> {
+    ground: &'r Ground<'v, 'm, T>,
     cpu: Cpu<'m>,
     vcpu: Vcpu<'m, Model>,
+    /// The CPU knows whose gate it is behind.
+    attended: bool,
     dice: Dice,
     /// By page of host addresses, what its word holds.
     written: Vec<u64>,
     stores: u64,
 }
 
-impl<'r, 'v, 'm, G: Granule> Guest<'r, 'v, 'm, G> {
+impl<'r, 'v, 'm, T: Soaked> Guest<'r, 'v, 'm, T> {
     /// vCPU `index`.
     ///
     /// # Errors
     /// [`Failure::Run`] if the machine has no place for it.
     pub(crate) fn new(
-        ground: &'r Ground<'v, 'm, G>,
+        ground: &'r Ground<'v, 'm, T>,
         index: u32,
         dice: Dice,
     ) -> Result<Self, Failure> {
         let vm = ground.vm;
-        let registers =
-            Registers { vttbr: vm.tree().root_register(), vtcr: vm.tree().format().vtcr() };
-        let cpu = vm.machine().cpu(index as usize, registers);
+        let cpu = vm.machine().cpu(index as usize, T::control_of(vm.tree()));
         let cpu = cpu.ok_or_else(|| Failure::Run(format!("the machine has no CPU {index}")))?;
         let vcpu = vm.vcpu().map_err(|error| Failure::Run(error.to_string()))?;
-        Ok(Self { ground, cpu, vcpu, dice, written: vec![0; ground.host_pages()], stores: 0 })
+        let attended = false;
+        Ok(Self {
+            ground,
+            cpu,
+            vcpu,
+            attended,
+            dice,
+            written: vec![0; ground.host_pages()],
+            stores: 0,
+        })
     }
 
     /// Faults that it has taken.
@@ -155,9 +165,15 @@ impl<'r, 'v, 'm, G: Granule> Guest<'r, 'v, 'm, G> {
         gpa: Gpa,
         access: Access,
     ) -> Result<Result<(), String>, slat_model::Fault> {
-        let Self { ground, cpu, written, stores, .. } = self;
+        let Self { ground, cpu, vcpu, attended, written, stores, .. } = self;
         let index = cpu.index() as u32;
-        cpu.access(access, gpa, |word| {
+        // Where invalidations are broadcast nobody asks whether a vCPU is inside.
+        let gated = T::ARCHITECTURE != Architecture::Arm;
+        if gated && !std::mem::replace(attended, true) {
+            cpu.attend(vcpu.participant().index());
+        }
+
+        let compare = |word: &AtomicU64| {
             let Some(behind) = place.behind() else {
                 return Err("a page of a deleted memslot is reached".to_owned());
             };
@@ -185,6 +201,14 @@ impl<'r, 'v, 'm, G: Granule> Guest<'r, 'v, 'm, G> {
                 word.store(*stores, Ordering::Relaxed);
             }
             Ok(())
-        })
+        };
+        loop {
+            if !gated {
+                return cpu.access(access, gpa, compare);
+            }
+            if let Ok(_inside) = vcpu.enter(ground.vm) {
+                return cpu.access(access, gpa, compare);
+            }
+        }
     }
 }

@@ -1,11 +1,10 @@
 //! What migration does with a slot: a copy that each collection brings up to date.
 
-use slat::Format;
-use slat::format::arm::Granule;
 use slat_model::Model;
 use slat_vm::{LogError, LogMode, Worker};
 
 use crate::random::Dice;
+use crate::soak::config::Soaked;
 use crate::soak::place::{Behind, Place};
 use crate::soak::round::Ground;
 
@@ -27,8 +26,8 @@ impl Migration {
     ///
     /// # Errors
     /// What the VM refused.
-    pub(crate) fn begin<'m, G: Granule>(
-        ground: &Ground<'_, 'm, G>,
+    pub(crate) fn begin<'m, T: Soaked>(
+        ground: &Ground<'_, 'm, T>,
         worker: &mut Worker<'m, Model>,
         place: &Place,
         behind: Behind,
@@ -58,9 +57,9 @@ impl Migration {
     ///
     /// # Errors
     /// What the VM refused.
-    pub(crate) fn round<'m, G: Granule>(
+    pub(crate) fn round<'m, T: Soaked>(
         &mut self,
-        ground: &Ground<'_, 'm, G>,
+        ground: &Ground<'_, 'm, T>,
         worker: &mut Worker<'m, Model>,
         place: &Place,
         dice: &mut Dice,
@@ -105,9 +104,9 @@ impl Migration {
     }
 
     /// Clears what `bitmap` has, in sections of some words, or leaves some of it out and takes it out of `bitmap`.
-    fn clear<'m, G: Granule>(
+    fn clear<'m, T: Soaked>(
         &self,
-        ground: &Ground<'_, 'm, G>,
+        ground: &Ground<'_, 'm, T>,
         worker: &mut Worker<'m, Model>,
         place: &Place,
         bitmap: &mut [u64],
@@ -130,7 +129,7 @@ impl Migration {
     }
 
     /// Pages that are not what the copy says.
-    pub(crate) fn changed<G: Granule>(&self, ground: &Ground<'_, '_, G>) -> Vec<u64> {
+    pub(crate) fn changed<T: Soaked>(&self, ground: &Ground<'_, '_, T>) -> Vec<u64> {
         let copies = (0..).zip(&self.copy);
         copies
             .filter(|&(page, copy)| ground.contents(self.first + page) != *copy)

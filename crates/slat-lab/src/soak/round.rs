@@ -5,14 +5,13 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use slat::format::arm::{Granule, Stage2};
 use slat::{Gpa, Lookup};
-use slat_model::{Backing, Model, OnViolation, Registers};
+use slat_model::{Backing, Model, OnViolation};
 use slat_vm::{DirtyRing, HostError, SlotError, Vm, Worker};
 
 use crate::failure::Failure;
 use crate::random::Dice;
-use crate::soak::config::Config;
+use crate::soak::config::{Config, Soaked};
 use crate::soak::guest::Guest;
 use crate::soak::memory::Memory;
 use crate::soak::place::{Behind, Place, SHARED, State};
@@ -37,11 +36,11 @@ pub(crate) struct Outcome {
 }
 
 /// A VM on memory that moves.
-pub(crate) type SoakVm<'m, G> = Vm<'m, Stage2<G>, Model, Memory>;
+pub(crate) type SoakVm<'m, T> = Vm<'m, T, Model, Memory>;
 
 /// What all threads of a round share.
-pub(crate) struct Ground<'v, 'm, G: Granule> {
-    pub(crate) vm: &'v SoakVm<'m, G>,
+pub(crate) struct Ground<'v, 'm, T: Soaked> {
+    pub(crate) vm: &'v SoakVm<'m, T>,
     pub(crate) places: Vec<Place>,
     host_pages: usize,
     block_pages: u64,
@@ -54,7 +53,7 @@ pub(crate) struct Ground<'v, 'm, G: Granule> {
     finding: OnceLock<String>,
 }
 
-impl<'m, G: Granule> Ground<'_, 'm, G> {
+impl<'m, T: Soaked> Ground<'_, 'm, T> {
     /// Pages of host addresses.
     pub(crate) fn host_pages(&self) -> usize {
         self.host_pages
@@ -156,12 +155,12 @@ impl<'m, G: Granule> Ground<'_, 'm, G> {
 }
 
 /// A thread of a round, for as long as it runs. One that panics ends the round.
-struct Running<'a, 'v, 'm, G: Granule> {
-    ground: &'a Ground<'v, 'm, G>,
+struct Running<'a, 'v, 'm, T: Soaked> {
+    ground: &'a Ground<'v, 'm, T>,
     is_vcpu: bool,
 }
 
-impl<G: Granule> Drop for Running<'_, '_, '_, G> {
+impl<T: Soaked> Drop for Running<'_, '_, '_, T> {
     fn drop(&mut self) {
         if thread::panicking() {
             let _ = self.ground.finding.set("a thread panicked".to_owned());
@@ -174,25 +173,26 @@ impl<G: Granule> Drop for Running<'_, '_, '_, G> {
 ///
 /// # Errors
 /// [`Failure::Run`] if the machine cannot be had.
-pub(crate) fn play<G: Granule>(
+pub(crate) fn play<T: Soaked>(
     config: &Config,
     seed: u64,
     patience: Duration,
     stuck: impl Fn(),
 ) -> Result<Outcome, Failure> {
-    on_ground::<G>(config, |ground| ground.play(config, seed, patience, stuck))
+    on_ground::<T>(config, |ground| ground.play(config, seed, patience, stuck))
 }
 
 /// Makes the VM, lets `act` use it, which returns how many faults there were, and looks at what is left of it.
-fn on_ground<G: Granule>(
+fn on_ground<T: Soaked>(
     config: &Config,
-    act: impl FnOnce(&Ground<'_, '_, G>) -> Result<u64, Failure>,
+    act: impl FnOnce(&Ground<'_, '_, T>) -> Result<u64, Failure>,
 ) -> Result<Outcome, Failure> {
     let run = |error: &dyn std::fmt::Display| Failure::Run(error.to_string());
     let (page, block) = (config.page_size(), config.granule.huge_page_size().0);
     let participants = (config.vcpus + config.workers + 1) as usize;
     let tables = u64::from(config.slots) * config.span() / block * 4 + 4096;
     let model = Model::builder()
+        .architecture(config.arch.of_model())
         .page_shift(page.ilog2())
         .cpus(config.vcpus as usize)
         .slots(participants)
@@ -206,7 +206,7 @@ fn on_ground<G: Granule>(
     let own = model.host_memory(Place::host_size(config), backing).map_err(|error| run(&error))?;
     let spare = model.host_memory(SPARE * page, Backing::Anonymous).map_err(|error| run(&error))?;
     let memory = Memory::new(own, &spare, (page, block), config.vcpus);
-    let format = config.format::<G>().map_err(|error| run(&error))?;
+    let format = T::of(config).map_err(|error| run(&error))?;
     let vm = Vm::new(&model, memory, format, 1, config.options()).map_err(|error| run(&error))?;
     let ground = Ground {
         vm: &vm,
@@ -220,8 +220,7 @@ fn on_ground<G: Granule>(
     };
     let faults = act(&ground)?;
     let Ground { operations, finding, .. } = ground;
-    let registers = Registers { vttbr: vm.tree().root_register(), vtcr: vm.tree().format().vtcr() };
-    model.check_quiet(registers);
+    model.check_quiet(T::control_of(vm.tree()));
     drop(vm);
     model.check_freed();
     let left = model.counters().tables_in_use;
@@ -231,7 +230,7 @@ fn on_ground<G: Granule>(
     Ok(Outcome { operations: operations.into_inner(), faults, finding })
 }
 
-impl<'m, G: Granule> Ground<'_, 'm, G> {
+impl<'m, T: Soaked> Ground<'_, 'm, T> {
     /// Runs all threads to their end, and looks at what they leave. Returns how many faults there were.
     fn play(
         &self,
@@ -317,7 +316,7 @@ impl<'m, G: Granule> Ground<'_, 'm, G> {
     fn judge(
         &self,
         worker: &mut Worker<'m, Model>,
-        guests: &[Guest<'_, '_, 'm, G>],
+        guests: &[Guest<'_, '_, 'm, T>],
         dice: &mut Dice,
     ) -> Result<(), String> {
         for place in &self.places {
@@ -361,9 +360,10 @@ impl<'m, G: Granule> Ground<'_, 'm, G> {
 #[cfg(test)]
 mod tests {
     use slat::Edges;
-    use slat::format::arm::K4;
+    use slat::format::arm::{K4, Stage2};
 
     use super::*;
+    use crate::arch::Arch;
     use crate::granule::GranuleSize;
     use crate::soak::migration::Migration;
     use crate::soak::place::{Kind, PRIVATE};
@@ -371,19 +371,19 @@ mod tests {
     /// A VM of few pages.
     fn small() -> Config {
         let small = |config: &Config| config.granule == GranuleSize::K4 && config.pages < 200;
-        (0..).map(|seed| Config::draw(seed, 2)).find(small).unwrap()
+        (0..).map(|seed| Config::draw(seed, 2, Some(Arch::Arm))).find(small).unwrap()
     }
 
     /// What is found where `act` does something wrong to the first of a VM's slots.
     fn found(
         act: impl for<'m> FnOnce(
-            &Ground<'_, 'm, K4>,
+            &Ground<'_, 'm, Stage2<K4>>,
             &mut Worker<'m, Model>,
             &Place,
             Behind,
         ) -> Option<String>,
     ) -> Option<String> {
-        let outcome = on_ground::<K4>(&small(), |ground| {
+        let outcome = on_ground::<Stage2<K4>>(&small(), |ground| {
             let behind = Behind::ordinary();
             let place = &ground.places[0];
             let mut worker = ground.worker()?;
@@ -397,7 +397,7 @@ mod tests {
     }
 
     /// The first of so many accesses that is wrong.
-    fn wrong(guest: &mut Guest<'_, '_, '_, K4>, accesses: u64) -> Option<String> {
+    fn wrong(guest: &mut Guest<'_, '_, '_, Stage2<K4>>, accesses: u64) -> Option<String> {
         (0..accesses).find_map(|_| guest.step().err())
     }
 
@@ -435,7 +435,7 @@ mod tests {
 
     /// The slot is deleted, and one of another kind is created in its place.
     fn replace<'m>(
-        ground: &Ground<'_, 'm, K4>,
+        ground: &Ground<'_, 'm, Stage2<K4>>,
         worker: &mut Worker<'m, Model>,
         place: &Place,
         kind: Kind,

@@ -1,11 +1,11 @@
 //! What a worker does: everything that is no vCPU's, one thing after the other as they are drawn.
 
-use slat::format::arm::Granule;
 use slat::{GpaRange, Lookup};
 use slat_model::Model;
 use slat_vm::{Guard, Hva, HvaRange, InvalidateError, LogError, LookUpError, Worker};
 
 use crate::random::Dice;
+use crate::soak::config::Soaked;
 use crate::soak::migration::Migration;
 use crate::soak::place::{Behind, Kind, PRIVATE, Place, SHARED, State};
 use crate::soak::round::Ground;
@@ -14,8 +14,8 @@ use crate::soak::round::Ground;
 const AT_ONCE: u64 = 8;
 
 /// A thread that maintains guest memory.
-pub(crate) struct Work<'r, 'v, 'm, G: Granule> {
-    ground: &'r Ground<'v, 'm, G>,
+pub(crate) struct Work<'r, 'v, 'm, T: Soaked> {
+    ground: &'r Ground<'v, 'm, T>,
     worker: Worker<'m, Model>,
     dice: Dice,
 }
@@ -39,9 +39,9 @@ fn unless_pinned<'v>(
     }
 }
 
-impl<'r, 'v, 'm, G: Granule> Work<'r, 'v, 'm, G> {
+impl<'r, 'v, 'm, T: Soaked> Work<'r, 'v, 'm, T> {
     pub(crate) fn new(
-        ground: &'r Ground<'v, 'm, G>,
+        ground: &'r Ground<'v, 'm, T>,
         worker: Worker<'m, Model>,
         dice: Dice,
     ) -> Self {

@@ -11,14 +11,13 @@
 use std::time::Instant;
 
 use serde::Serialize;
-use slat::format::arm::{Granule, K4, K16, K64, Stage2};
 use slat::maintenance::{Context, Invalidation, Maintenance};
-use slat::{Format, Gpa, GpaRange};
+use slat::{Gpa, GpaRange};
 use slat_vm::InvalidateError;
 
+use crate::arch::{Tables, with_tables};
 use crate::check::Check;
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::guest::{Pass, Program};
 use crate::layout::Layout;
 use crate::random::Dice;
@@ -55,11 +54,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let (layout, machine) = (&layout, &options.machine);
     let (model, memory) = model::machine(layout, machine, &config.guest)?;
     let ground = Ground { model: &model, memory: &memory, layout, machine };
-    let Measured { phases, idle, warnings, check } = match layout.granule {
-        GranuleSize::K4 => measure::<K4>(ground, &config),
-        GranuleSize::K16 => measure::<K16>(ground, &config),
-        GranuleSize::K64 => measure::<K64>(ground, &config),
-    }?;
+    let Measured { phases, idle, warnings, check } =
+        with_tables!(layout.kind, T => measure::<T>(ground, &config))?;
     let mut notes = config.guest.notes(layout);
     notes.extend(warnings);
     let report = Report {
@@ -87,9 +83,9 @@ struct Measured {
 }
 
 /// All phases with one granule.
-fn measure<G: Granule>(ground: Ground<'_>, config: &Config) -> Result<Measured, Failure> {
+fn measure<T: Tables>(ground: Ground<'_>, config: &Config) -> Result<Measured, Failure> {
     let guests = (0..config.guest.vcpus).map(|index| program(ground.layout, config, index));
-    let ended = ground.play::<G, _, _>(guests.collect(), 5, |stage| {
+    let ended = ground.play::<T, _, _>(guests.collect(), 5, |stage| {
         let found = config.guest.check.then(|| Found::new(ground.layout));
         let (idle, warnings) = (Vec::new(), Vec::new());
         let mut run = Run { ground, config, stage, idle, warnings, found };
@@ -114,16 +110,16 @@ fn program(layout: &Layout, config: &Config, index: u32) -> Program {
 }
 
 /// A run in progress.
-struct Run<'a, 'r, 's, 'm, G: Granule> {
+struct Run<'a, 'r, 's, 'm, T: Tables> {
     ground: Ground<'a>,
     config: &'a Config,
-    stage: &'r mut Stage<'s, 'm, G>,
+    stage: &'r mut Stage<'s, 'm, T>,
     idle: Vec<Idle>,
     warnings: Vec<String>,
     found: Option<Found>,
 }
 
-impl<G: Granule> Run<'_, '_, '_, '_, G> {
+impl<T: Tables> Run<'_, '_, '_, '_, T> {
     fn all(&mut self) -> Result<(), Failure> {
         self.access("populate", WRITE)?;
         self.access("write", WRITE)?;
@@ -174,9 +170,9 @@ impl<G: Granule> Run<'_, '_, '_, '_, G> {
     /// Every CPU forgets the guest's translations.
     fn flush(&self) {
         let tree = self.stage.vm.tree();
-        let context = Context { root: tree.root_register(), page_shift: G::SHIFT };
+        let context = Context { root: tree.root_register(), page_shift: T::PAGE_SHIFT };
         let everything = Invalidation { range: None, level: None };
-        <Stage2<G> as Format>::Maintenance::invalidate(tree.machine(), &context, everything);
+        T::Maintenance::invalidate(tree.machine(), &context, everything);
     }
 
     /// Which pages of each vCPU are idle already, with the kernel's limits.

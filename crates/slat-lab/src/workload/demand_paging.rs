@@ -9,11 +9,10 @@ use std::thread::{self, Scope};
 use std::time::Instant;
 
 use serde::Serialize;
-use slat::format::arm::{Granule, K4, K16, K64};
 
+use crate::arch::{Tables, with_tables};
 use crate::check::Check;
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::guest::{Pass, Program};
 use crate::layout::Layout;
 use crate::model::{self, ModelHost};
@@ -61,11 +60,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let (layout, machine) = (&layout, &options.machine);
     let (model, memory) = model::machine(layout, machine, &config.guest)?;
     let ground = Ground { model: &model, memory: &memory, layout, machine };
-    let Measured { phases, served, check } = match layout.granule {
-        GranuleSize::K4 => measure::<K4>(ground, &config),
-        GranuleSize::K16 => measure::<K16>(ground, &config),
-        GranuleSize::K64 => measure::<K64>(ground, &config),
-    }?;
+    let Measured { phases, served, check } =
+        with_tables!(layout.kind, T => measure::<T>(ground, &config))?;
     let mut notes = config.guest.notes(layout);
     notes.extend(options.ignored());
     let demand = demand(&phases, layout, &config, served);
@@ -123,9 +119,9 @@ struct Measured {
 }
 
 /// All phases with one granule.
-fn measure<G: Granule>(ground: Ground<'_>, config: &Config) -> Result<Measured, Failure> {
+fn measure<T: Tables>(ground: Ground<'_>, config: &Config) -> Result<Measured, Failure> {
     let Some(mode) = config.userfault else {
-        return play::<G>(ground, config, None);
+        return play::<T>(ground, config, None);
     };
     let queues = config.queues();
     let division = Division {
@@ -139,7 +135,7 @@ fn measure<G: Granule>(ground: Ground<'_>, config: &Config) -> Result<Measured, 
         let close = CloseAtEnd(&userfault);
         start_handlers(scope, config, &userfault)
             .map_err(|error| Failure::Run(format!("no thread for a handler: {error}")))?;
-        let measured = play::<G>(ground, config, Some(&userfault));
+        let measured = play::<T>(ground, config, Some(&userfault));
         drop(close);
         measured
     })?;
@@ -167,7 +163,7 @@ fn start_handlers<'scope>(
 }
 
 /// The guests' part of it.
-fn play<G: Granule>(
+fn play<T: Tables>(
     ground: Ground<'_>,
     config: &Config,
     userfault: Option<&Arc<Userfault>>,
@@ -177,7 +173,7 @@ fn play<G: Granule>(
         None => ModelHost::of(ground.memory),
     };
     let guests = (0..config.guest.vcpus).map(|index| program(ground.layout, config, index));
-    let ended = ground.play_on::<G, _, _>(host, guests.collect(), 1, |stage| {
+    let ended = ground.play_on::<T, _, _>(host, guests.collect(), 1, |stage| {
         if config.userfault == Some(Mode::Minor) {
             fill(stage, ground);
         }
@@ -198,7 +194,7 @@ fn play<G: Granule>(
 }
 
 /// Gives shared memory its contents before anybody maps it.
-fn fill<G: Granule>(stage: &mut Stage<'_, '_, G>, ground: Ground<'_>) {
+fn fill<T: Tables>(stage: &mut Stage<'_, '_, T>, ground: Ground<'_>) {
     stage.begin("fill", None);
     let start = Instant::now();
     source::copy(ground.memory, 0..ground.layout.size, ground.layout.guest_page);

@@ -10,13 +10,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use slat::format::arm::{Granule, K4, K16, K64};
 use slat::{Gpa, GpaRange};
 use slat_vm::LogError;
 
+use crate::arch::{Tables, with_tables};
 use crate::check::Check;
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::guest::{Pass, Program};
 use crate::layout::Layout;
 use crate::model::{Equipment, ModelHost};
@@ -62,15 +61,11 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let workers = config.split_threads.unwrap_or(0);
     let (model, memory) = model::machine_for(layout, machine, &config.guest, workers)?;
     let ground = Ground { model: &model, memory: &memory, layout, machine };
-    let (phases, check) = match layout.granule {
-        GranuleSize::K4 => measure::<K4>(ground, &config),
-        GranuleSize::K16 => measure::<K16>(ground, &config),
-        GranuleSize::K64 => measure::<K64>(ground, &config),
-    }?;
+    let (phases, check) = with_tables!(layout.kind, T => measure::<T>(ground, &config))?;
     let report = Report {
         workload: "dirty-log",
         backend: "model",
-        notes: config.guest.notes(layout),
+        notes: config.notes(layout),
         summary: summary(&phases, config.iterations),
         config,
         counters: phases.iter().map(|phase| phase.counters).sum(),
@@ -108,7 +103,7 @@ fn summary(phases: &[Phase], iterations: u32) -> Vec<String> {
 }
 
 /// All phases with one granule, and what the check found.
-fn measure<G: Granule>(
+fn measure<T: Tables>(
     ground: Ground<'_>,
     config: &Config,
 ) -> Result<(Vec<Phase>, Option<Check<Found>>), Failure> {
@@ -120,7 +115,7 @@ fn measure<G: Granule>(
         dirty_ring: config.ring_entries,
         hardware_dirty: config.log == LogKind::Hardware,
     };
-    let ended = ground.play_on::<G, _, _>(equipment, writers, 1 + config.iterations, |stage| {
+    let ended = ground.play_on::<T, _, _>(equipment, writers, 1 + config.iterations, |stage| {
         let log = || Log::new(ground.layout);
         let collector = (config.log == LogKind::Ring)
             .then(|| Collector::new(stage.vm, &stage.rings, log(), &bell))
@@ -152,18 +147,18 @@ fn program(layout: &Layout, config: &Config, index: u32) -> Program {
 }
 
 /// A run in progress.
-struct Run<'a, 'r, 's, 'm, G: Granule> {
+struct Run<'a, 'r, 's, 'm, T: Tables> {
     ground: Ground<'a>,
     config: &'a Config,
-    stage: &'r mut Stage<'s, 'm, G, Writer>,
+    stage: &'r mut Stage<'s, 'm, T, Writer>,
     /// Who empties the rings, where there are any.
-    collector: Option<&'r Collector<'s, 'm, G>>,
+    collector: Option<&'r Collector<'s, 'm, T>>,
     splitters: Splitters<'m>,
     log: Log,
     audit: Option<Audit<'a>>,
 }
 
-impl<G: Granule> Run<'_, '_, '_, '_, G> {
+impl<T: Tables> Run<'_, '_, '_, '_, T> {
     fn all(&mut self) -> Result<(), Failure> {
         let config = self.config;
         self.pass("populate", None, POPULATE)?;

@@ -10,12 +10,11 @@ use std::thread;
 use std::time::Duration;
 
 use serde::Serialize;
-use slat::format::arm::{Granule, K4, K16, K64};
 use slat_vm::LogMode;
 
+use crate::arch::{Tables, with_tables};
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::layout::Layout;
 use crate::model::{Equipment, ModelHost};
 use crate::options::MachineOptions;
@@ -136,11 +135,7 @@ impl All {
     ) -> Result<(), Failure> {
         let (model, memory) = model::machine(layout, machine, &config.guest)?;
         let ground = Ground { model: &model, memory: &memory, layout, machine };
-        let (phases, mode) = match layout.granule {
-            GranuleSize::K4 => measure::<K4>(ground, config, way),
-            GranuleSize::K16 => measure::<K16>(ground, config, way),
-            GranuleSize::K64 => measure::<K64>(ground, config, way),
-        }?;
+        let (phases, mode) = with_tables!(layout.kind, T => measure::<T>(ground, config, way))?;
         let Check { violations, violation, .. } = ground.judge(());
         self.phases.extend(phases);
         self.results.modes.push(mode);
@@ -176,7 +171,7 @@ impl Mode {
 }
 
 /// One way of logging with one granule.
-fn measure<G: Granule>(
+fn measure<T: Tables>(
     ground: Ground<'_>,
     config: &Config,
     way: Way,
@@ -196,7 +191,7 @@ fn measure<G: Granule>(
         dirty_ring: (way == Way::DirtyRing).then_some(config.ring_entries),
         hardware_dirty: way == Way::Hardware,
     };
-    let ended = ground.play_on::<G, _, _>(equipment, dirtiers, 0, |stage| {
+    let ended = ground.play_on::<T, _, _>(equipment, dirtiers, 0, |stage| {
         let host_pages = layout.slot_pages();
         let verifier = Verifier::new(ground.memory, (layout.page, host_pages, step / layout.page));
         let rings = stage.rings.len();
@@ -220,23 +215,25 @@ fn measure<G: Granule>(
 }
 
 /// A way of logging in progress.
-struct Run<'a, 'r, 's, 'm, G: Granule> {
+struct Run<'a, 'r, 's, 'm, T: Tables> {
     config: &'a Config,
     way: Way,
-    stage: &'r mut Stage<'s, 'm, G, Dirtier>,
+    stage: &'r mut Stage<'s, 'm, T, Dirtier>,
     log: Collected,
     verifier: Verifier<'a>,
     mismatched: u64,
     foreign: u64,
 }
 
-impl<G: Granule> Run<'_, '_, '_, '_, G> {
+impl<T: Tables> Run<'_, '_, '_, '_, T> {
     fn all(&mut self, round: &AtomicU64) -> Result<(), Failure> {
         let mode = match self.way {
             Way::DirtyLog => LogMode::Protect,
             Way::ClearLog => LogMode::Manual { initially_all_set: true },
             Way::DirtyRing => LogMode::Ring { backup: false },
-            Way::Hardware => LogMode::Hardware,
+            Way::Hardware if self.config.guest.can_track_dirty() => LogMode::Hardware,
+            // Where an entry has no dirty flag that could be cleared, writing is forbidden instead.
+            Way::Hardware => LogMode::Protect,
         };
         self.stage.vm.enable_log(&mut self.stage.worker, SLOT, mode)?;
         self.stage.begin(self.way.name(), None);

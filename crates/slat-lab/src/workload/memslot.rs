@@ -10,12 +10,11 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use serde::Serialize;
-use slat::format::arm::{Granule, K4, K16, K64};
 use slat_model::HostMemory;
 
+use crate::arch::{Tables, with_tables};
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::layout::Layout;
 use crate::model::ModelHost;
 use crate::options::MachineOptions;
@@ -191,11 +190,7 @@ impl All {
         touch(&memory);
         let ground = Ground { model: &model, memory: &memory, layout, machine };
         let run = Run { test, slots, run: (config.runs > 1).then_some(run), config };
-        let (phases, measured, found) = match layout.granule {
-            GranuleSize::K4 => run.measure::<K4>(ground),
-            GranuleSize::K16 => run.measure::<K16>(ground),
-            GranuleSize::K64 => run.measure::<K64>(ground),
-        }?;
+        let (phases, measured, found) = with_tables!(layout.kind, T => run.measure::<T>(ground))?;
         self.phases.extend(phases);
         let Check { found, violations, violation } = ground.judge(found);
         self.found.add(found);
@@ -221,7 +216,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn measure<G: Granule>(
+    fn measure<T: Tables>(
         &self,
         ground: Ground<'_>,
     ) -> Result<(Vec<Phase>, Measured, Found), Failure> {
@@ -236,7 +231,7 @@ impl Run<'_> {
             false => Pages::fixed(memory, slots.page),
         });
         let host = ModelHost::shared(Arc::clone(&pages));
-        let ended = ground.play_without_slots::<G, _, _>(host, testers, 0, |stage| {
+        let ended = ground.play_without_slots::<T, _, _>(host, testers, 0, |stage| {
             let setup_seconds = self.create(stage)?;
             let mut host = Host {
                 test,
@@ -272,7 +267,7 @@ impl Run<'_> {
     }
 
     /// Creates the slots; how many seconds that took.
-    fn create<G: Granule>(&self, stage: &mut Stage<'_, '_, G, Tester>) -> Result<f64, Failure> {
+    fn create<T: Tables>(&self, stage: &mut Stage<'_, '_, T, Tester>) -> Result<f64, Failure> {
         stage.begin(self.test.setup(), self.run);
         let start = Instant::now();
         for id in 1..=self.slots.last() {
@@ -285,9 +280,9 @@ impl Run<'_> {
 
     /// Goes through the test until its time is over, once at least if it has any; how often, and how many seconds that
     /// took.
-    fn iterate<G: Granule>(
+    fn iterate<T: Tables>(
         &self,
-        host: &mut Host<'_, '_, '_, '_, G>,
+        host: &mut Host<'_, '_, '_, '_, T>,
     ) -> Result<(u64, f64), Failure> {
         host.stage.begin(self.test.name(), self.run);
         let start = host.stage.crew.tell(());

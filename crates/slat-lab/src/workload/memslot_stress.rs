@@ -10,12 +10,11 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use slat::Gpa;
-use slat::format::arm::{Granule, K4, K16, K64};
 use slat_vm::{Hva, SlotConfig};
 
+use crate::arch::{Tables, with_tables};
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::guest::{Pass, Program};
 use crate::random::Dice;
 use crate::report::{Phase, Report};
@@ -80,11 +79,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let (layout, machine) = (&layout, &options.machine);
     let (model, memory) = model::machine(layout, machine, &config.guest)?;
     let ground = Ground { model: &model, memory: &memory, layout, machine };
-    let (phases, check) = match layout.granule {
-        GranuleSize::K4 => measure::<K4>(ground, &config),
-        GranuleSize::K16 => measure::<K16>(ground, &config),
-        GranuleSize::K64 => measure::<K64>(ground, &config),
-    }?;
+    let (phases, check) = with_tables!(layout.kind, T => measure::<T>(ground, &config))?;
     let report = Report {
         workload: "memslot-stress",
         backend: "model",
@@ -110,7 +105,7 @@ fn summary(phases: &[Phase], iterations: u32) -> Vec<String> {
 }
 
 /// The phase with one granule, and what the check found.
-fn measure<G: Granule>(
+fn measure<T: Tables>(
     ground: Ground<'_>,
     config: &Config,
 ) -> Result<(Vec<Phase>, Option<Check<Found>>), Failure> {
@@ -126,7 +121,7 @@ fn measure<G: Granule>(
         Intruder::new(program, checked.then_some(config.slot_gpa))
     };
     let guests = (0..config.guest.vcpus).map(guest).collect();
-    let ended = ground.play::<G, _, _>(guests, 0, |stage| modify(stage, ground, config))?;
+    let ended = ground.play::<T, _, _>(guests, 0, |stage| modify(stage, ground, config))?;
     let check = checked.then(|| {
         let landed = ended.programs.iter().map(|guest| guest.landed).sum();
         let exits = ended.programs.iter().map(|guest| guest.exits).sum();
@@ -144,8 +139,8 @@ fn measure<G: Granule>(
 }
 
 /// Creates and deletes the slot while all vCPUs run; how often something was stored into it afterwards.
-fn modify<G: Granule>(
-    stage: &mut Stage<'_, '_, G, Intruder>,
+fn modify<T: Tables>(
+    stage: &mut Stage<'_, '_, T, Intruder>,
     ground: Ground<'_>,
     config: &Config,
 ) -> Result<u64, Failure> {

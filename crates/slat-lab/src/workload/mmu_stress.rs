@@ -15,13 +15,12 @@ use std::time::Instant;
 
 use serde::Serialize;
 use slat::Gpa;
-use slat::format::arm::{Granule, K4, K16, K64};
 use slat_vm::{Hva, HvaRange, SlotConfig};
 
+use crate::arch::{Tables, with_tables};
 use crate::check::{Check, Findings};
 use crate::config::GuestConfig;
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::model::ModelHost;
 use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
@@ -97,11 +96,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let (layout, machine) = (&layout, &options.machine);
     let (model, memory) = model::machine(layout, machine, &config.guest)?;
     let ground = Ground { model: &model, memory: &memory, layout, machine };
-    let (phases, check) = match layout.granule {
-        GranuleSize::K4 => measure::<K4>(ground, &config),
-        GranuleSize::K16 => measure::<K16>(ground, &config),
-        GranuleSize::K64 => measure::<K64>(ground, &config),
-    }?;
+    let (phases, check) = with_tables!(layout.kind, T => measure::<T>(ground, &config))?;
     let report = Report {
         workload: "mmu-stress",
         backend: "model",
@@ -124,7 +119,7 @@ fn summary(phases: &[Phase]) -> String {
 }
 
 /// All phases with one granule, and what was found.
-fn measure<G: Granule>(
+fn measure<T: Tables>(
     ground: Ground<'_>,
     config: &Config,
 ) -> Result<(Vec<Phase>, Check<Found>), Failure> {
@@ -138,7 +133,7 @@ fn measure<G: Granule>(
     let writers = (0..config.guest.vcpus).map(writer).collect();
     let host = ProtectedMemory::new(Arc::clone(ground.memory), Arc::clone(&protected));
     let ended =
-        ground.play_without_slots::<G, _, _>(ModelHost::new(host), writers, 4, |stage| {
+        ground.play_without_slots::<T, _, _>(ModelHost::new(host), writers, 4, |stage| {
             let mut run =
                 Run { ground, config, region, window: &window, protected: &protected, stage };
             run.all()
@@ -156,16 +151,16 @@ fn measure<G: Granule>(
 }
 
 /// A run in progress.
-struct Run<'a, 'r, 's, 'm, G: Granule> {
+struct Run<'a, 'r, 's, 'm, T: Tables> {
     ground: Ground<'a>,
     config: &'a Config,
     region: Region,
     window: &'a Window,
     protected: &'a Protected,
-    stage: &'r mut Stage<'s, 'm, G, Writer>,
+    stage: &'r mut Stage<'s, 'm, T, Writer>,
 }
 
-impl<G: Granule> Run<'_, '_, '_, '_, G> {
+impl<T: Tables> Run<'_, '_, '_, '_, T> {
     /// What the host finds.
     fn all(&mut self) -> Result<Found, Failure> {
         for id in self.slots() {

@@ -11,13 +11,12 @@
 
 use std::time::Instant;
 
-use slat::format::arm::{Granule, K4, K16, K64};
 use slat_vm::LogMode;
 
+use crate::arch::{Tables, with_tables};
 use crate::check::Check;
 use crate::contents;
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
 use crate::translations::Survey;
@@ -42,11 +41,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let (layout, machine) = (&layout, &options.machine);
     let (model, memory) = model::machine(layout, machine, &config.guest)?;
     let ground = Ground { model: &model, memory: &memory, layout, machine };
-    let (phases, check) = match layout.granule {
-        GranuleSize::K4 => measure::<K4>(ground, &config),
-        GranuleSize::K16 => measure::<K16>(ground, &config),
-        GranuleSize::K64 => measure::<K64>(ground, &config),
-    }?;
+    let (phases, check) = with_tables!(layout.kind, T => measure::<T>(ground, &config))?;
     let report = Report {
         workload: "page-table",
         backend: "model",
@@ -72,13 +67,13 @@ fn summary(phases: &[Phase]) -> Vec<String> {
 }
 
 /// All phases with one granule, and what the check found.
-fn measure<G: Granule>(
+fn measure<T: Tables>(
     ground: Ground<'_>,
     config: &Config,
 ) -> Result<(Vec<Phase>, Option<Check<Found>>), Failure> {
     let vcpus = config.guest.vcpus;
     let guests = (0..vcpus).map(|index| Toucher::new(ground.layout, config, index)).collect();
-    let ended = ground.play::<G, _, _>(guests, 2, |stage| {
+    let ended = ground.play::<T, _, _>(guests, 2, |stage| {
         let found = Found::new(ground.layout, config);
         let mut run = Run { ground, config, stage, found };
         run.all()?;
@@ -95,14 +90,14 @@ fn measure<G: Granule>(
 }
 
 /// A run in progress.
-struct Run<'a, 'r, 's, 'm, G: Granule> {
+struct Run<'a, 'r, 's, 'm, T: Tables> {
     ground: Ground<'a>,
     config: &'a Config,
-    stage: &'r mut Stage<'s, 'm, G, Toucher>,
+    stage: &'r mut Stage<'s, 'm, T, Toucher>,
     found: Found,
 }
 
-impl<G: Granule> Run<'_, '_, '_, '_, G> {
+impl<T: Tables> Run<'_, '_, '_, '_, T> {
     fn all(&mut self) -> Result<(), Failure> {
         let check = self.config.guest.check;
         self.touch("create", Order::Create)?;

@@ -9,12 +9,11 @@ use std::thread;
 
 use serde::Serialize;
 use slat::Gpa;
-use slat::format::arm::{Granule, K4, K16, K64};
 use slat_vm::{Hva, SlotConfig};
 
+use crate::arch::{Tables, with_tables};
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
-use crate::granule::GranuleSize;
 use crate::model::ModelHost;
 use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
@@ -76,11 +75,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let (layout, machine) = (&layout, &options.machine);
     let (model, memory) = model::machine(layout, machine, &config.guest)?;
     let ground = Ground { model: &model, memory: &memory, layout, machine };
-    let (phases, check) = match layout.granule {
-        GranuleSize::K4 => measure::<K4>(ground, &config),
-        GranuleSize::K16 => measure::<K16>(ground, &config),
-        GranuleSize::K64 => measure::<K64>(ground, &config),
-    }?;
+    let (phases, check) = with_tables!(layout.kind, T => measure::<T>(ground, &config))?;
     let report = Report {
         workload: "pre-fault",
         backend: "model",
@@ -96,7 +91,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 }
 
 /// All phases with one granule, and what was found.
-fn measure<G: Granule>(
+fn measure<T: Tables>(
     ground: Ground<'_>,
     config: &Config,
 ) -> Result<(Vec<Phase>, Check<Found>), Failure> {
@@ -110,7 +105,7 @@ fn measure<G: Granule>(
     let reader = |_| Reader::new((config.guest.gpa, config.page, pages), Arc::clone(&settled));
     let readers = (0..config.guest.vcpus).map(reader).collect();
     let host = ModelHost::of(ground.memory);
-    let ended = ground.play_without_slots::<G, _, _>(host, readers, 1, |stage| {
+    let ended = ground.play_without_slots::<T, _, _>(host, readers, 1, |stage| {
         Run { config, settled: &settled, stage }.all()
     })?;
     let mut found = Found::default();
@@ -130,13 +125,13 @@ fn measure<G: Granule>(
 }
 
 /// A run in progress.
-struct Run<'a, 'r, 's, 'm, G: Granule> {
+struct Run<'a, 'r, 's, 'm, T: Tables> {
     config: &'a Config,
     settled: &'a AtomicBool,
-    stage: &'r mut Stage<'s, 'm, G, Reader>,
+    stage: &'r mut Stage<'s, 'm, T, Reader>,
 }
 
-impl<G: Granule> Run<'_, '_, '_, '_, G> {
+impl<T: Tables> Run<'_, '_, '_, '_, T> {
     fn all(&mut self) -> Result<(), Failure> {
         let steps = self.config.steps();
         self.create()?;

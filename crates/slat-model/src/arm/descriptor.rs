@@ -1,67 +1,8 @@
 //! What a descriptor says to the hardware: stage-2 block, page and table descriptors taken apart (Arm ARM DDI 0487,
 //! D8.3.1 "VMSAv8-64 descriptor formats", D8.4.2 "Stage 2 data accesses permissions", D8.6 "Memory attributes").
 
-use super::registers::Regime;
-
-/// Permissions and other properties of a leaf, as the TLB keeps them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Permissions(u8);
-
-impl Permissions {
-    pub(crate) const READ: Self = Self(1);
-    pub(crate) const WRITE: Self = Self(2);
-    /// Execution at EL1.
-    pub(crate) const EXECUTE: Self = Self(4);
-    /// Execution at EL0.
-    pub(crate) const EXECUTE_USER: Self = Self(8);
-
-    /// Whether every permission of `other` is there.
-    #[inline(always)]
-    pub(crate) fn has(self, other: Self) -> bool {
-        self.0 & other.0 == other.0
-    }
-
-    pub(crate) fn and(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
-
-    pub(crate) fn bits(self) -> u8 {
-        self.0
-    }
-}
-
-/// The kind of memory behind a leaf.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum MemoryType {
-    /// Normal memory, write-back on both levels (or left to the guest).
-    #[default]
-    WriteBack,
-    /// Normal memory, cached in some other way.
-    WriteThrough,
-    /// Normal memory, not cached.
-    NonCacheable,
-    /// Device memory.
-    Device,
-}
-
-/// A block or page.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Leaf {
-    pub(crate) output: u64,
-    pub(crate) permissions: Permissions,
-    pub(crate) memory: MemoryType,
-    pub(crate) accessed: bool,
-    /// Not writable, and hardware makes it so at the first write.
-    pub(crate) clean: bool,
-}
-
-/// What a walker makes of a descriptor.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Descriptor {
-    Invalid,
-    Table(u64),
-    Leaf(Leaf),
-}
+use crate::descriptor::{Descriptor, Leaf, MemoryType, Permissions};
+use crate::regime::Regime;
 
 pub(crate) const ACCESS_FLAG: u64 = 1 << 10;
 /// S2AP\[1\].
@@ -69,13 +10,13 @@ pub(crate) const WRITABLE: u64 = 1 << 7;
 const DIRTY_BIT_MODIFIER: u64 = 1 << 51;
 
 impl Regime {
-    /// Reads a descriptor at `level` as hardware does.
-    pub(crate) fn descriptor(&self, value: u64, level: i8) -> Descriptor {
+    /// Reads a descriptor at `level` as Arm hardware does.
+    pub(crate) fn arm_descriptor(&self, value: u64, level: i8) -> Descriptor {
         match (value & 0b11, level) {
-            (0b11, 3) => Descriptor::Leaf(self.leaf(value, level)),
+            (0b11, 3) => Descriptor::Leaf(self.arm_leaf(value, level)),
             (0b11, _) => Descriptor::Table(self.address(value, self.page_shift)),
             (0b01, _) if level < 3 && self.block_at(level) => {
-                Descriptor::Leaf(self.leaf(value, level))
+                Descriptor::Leaf(self.arm_leaf(value, level))
             }
             _ => Descriptor::Invalid,
         }
@@ -92,7 +33,7 @@ impl Regime {
         }
     }
 
-    fn leaf(&self, value: u64, level: i8) -> Leaf {
+    fn arm_leaf(&self, value: u64, level: i8) -> Leaf {
         let mut permissions = Permissions::default();
         if value & (1 << 6) != 0 {
             permissions = permissions.and(Permissions::READ);
@@ -141,10 +82,10 @@ impl Regime {
     }
 
     /// The bits of a descriptor with bit 0 set that must not be as they are: zero if there are none.
-    pub(crate) fn reserved(&self, value: u64, level: i8) -> u64 {
+    pub(crate) fn arm_reserved(&self, value: u64, level: i8) -> u64 {
         let bits = |low: u32, high: u32| (!0u64 >> (63 - high)) & (!0 << low);
         let upper = if self.ds { 1 << 50 } else { bits(48, 50) };
-        match self.descriptor(value, level) {
+        match self.arm_descriptor(value, level) {
             // Bit 1 is clear where there are no blocks.
             Descriptor::Invalid => value & 1,
             Descriptor::Table(_) => {

@@ -2,6 +2,8 @@
 //! start levels and concatenation as in the pseudocode `AArch64.S2StartLevel`, `S2InvalidSL`, `S2InconsistentSL` and
 //! `S2TTBaseAddress`).
 
+use crate::regime::{Kind, Regime};
+
 /// The stage-2 registers of one CPU while it runs a guest.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Registers {
@@ -43,29 +45,10 @@ impl Default for Features {
     }
 }
 
-/// The registers as a table walker uses them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Regime {
-    /// Address of the first root table.
-    pub(crate) root: u64,
-    pub(crate) vmid: u16,
-    pub(crate) page_shift: u32,
-    pub(crate) start: i8,
-    pub(crate) input_bits: u32,
-    pub(crate) output_bits: u32,
-    /// `VTCR_EL2.DS`: the 52-bit descriptors of the 4K and 16K granules.
-    pub(crate) ds: bool,
-    pub(crate) hardware_access: bool,
-    pub(crate) hardware_dirty: bool,
-    pub(crate) features: Features,
-    /// The start level resolves the input size; otherwise every access faults at level 0.
-    pub(crate) consistent: bool,
-}
-
 impl Regime {
     /// Takes the registers apart. The complaint names a setting that an architecture-conforming hypervisor does not
     /// make; hardware still does something.
-    pub(crate) fn decode(
+    pub(crate) fn arm(
         registers: Registers,
         features: Features,
         page_shift: u32,
@@ -132,6 +115,7 @@ impl Regime {
         let vmid = if vmid16 { field(vttbr, 48, 16) } else { field(vttbr, 48, 8) } as u16;
         complain("a VMID above 255 without VS", !vmid16 && field(vttbr, 56, 8) != 0);
         let regime = Self {
+            kind: Kind::Arm,
             root,
             vmid,
             page_shift,
@@ -145,21 +129,6 @@ impl Regime {
             consistent: consistent && granule == page_shift,
         };
         (regime, complaint)
-    }
-
-    /// log2 of the bytes that one entry at `level` covers.
-    pub(crate) fn shift(&self, level: i8) -> u32 {
-        self.page_shift + (self.page_shift - 3) * (3 - level) as u32
-    }
-
-    /// Where in its table (or in the concatenated root) the entry of `gpa` at `level` is, in bytes.
-    pub(crate) fn entry_offset(&self, level: i8, gpa: u64) -> u64 {
-        let index = gpa >> self.shift(level);
-        if level == self.start {
-            8 * index
-        } else {
-            8 * (index & ((1 << (self.page_shift - 3)) - 1))
-        }
     }
 
     /// Descriptors of the 64K granule that hold address bits 51 to 48.
@@ -213,7 +182,7 @@ mod tests {
 
     fn regime(vtcr: u64, page_shift: u32) -> (Regime, Option<&'static str>) {
         let registers = Registers { vttbr: 0x00ab_0000_4000_0000, vtcr };
-        Regime::decode(registers, Features::default(), page_shift)
+        Regime::arm(registers, Features::default(), page_shift)
     }
 
     #[test]
@@ -262,7 +231,7 @@ mod tests {
             vttbr: 0x0001_0000_8000_0000 | 0b1001 << 2,
             vtcr: RES1 | 0b01 << 14 | 0b110 << 16 | 0b10 << 6 | (64 - 48),
         };
-        let (regime, complaint) = Regime::decode(registers, Features::default(), 16);
+        let (regime, complaint) = Regime::arm(registers, Features::default(), 16);
         assert_eq!((complaint, regime.root), (None, 0x9_0000_8000_0000));
     }
 }

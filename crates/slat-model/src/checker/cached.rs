@@ -5,10 +5,10 @@ use std::sync::atomic::Ordering;
 
 use slat::{Gpa, Hpa, Level};
 
-use crate::arm::descriptor::Permissions;
-use crate::arm::registers::Regime;
 use crate::checker::{CachedLeaf, Reach, Violation, freed};
+use crate::descriptor::Permissions;
 use crate::model::Model;
+use crate::regime::{Kind, Regime};
 use crate::tlb::{Space, Span, Tlb, Translation};
 
 impl CachedLeaf {
@@ -55,7 +55,9 @@ impl Model {
             if cpu == filler.cpu {
                 return look(filler.own.space(vmid)?).map(|found| (cpu, found));
             }
-            look(core.tlb.lock().space(vmid)?).map(|found| (cpu, found))
+            let tlb = core.tlb.lock();
+            let found = look(tlb.space(vmid)?)?;
+            (!self.excuses(core, vmid)).then_some((cpu, found))
         })
     }
 
@@ -69,7 +71,7 @@ impl Model {
     ) {
         let size = 1 << filler.regime.shift(level);
         let found = CachedLeaf::leaf(gpa & !(size - 1), size, translation);
-        let lax = filler.regime.features.block_change;
+        let lax = filler.regime.tolerates_sizes();
         let conflict = self.find_cached(filler, |space| {
             let span = Span::new(found.gpa.0, size);
             let leaf = space.levels().find_map(|at| {
@@ -95,7 +97,7 @@ impl Model {
     pub(crate) fn check_pointer(&self, filler: Filler<'_>, level: i8, gpa: u64, table: u64) {
         let size = 1 << filler.regime.shift(level);
         let found = CachedLeaf::table(gpa & !(size - 1), size, table);
-        let lax = filler.regime.features.block_change;
+        let lax = filler.regime.tolerates_sizes();
         let conflict = self.find_cached(filler, |space| {
             if let Some(cached) = space.pointer(level, gpa).filter(|&cached| cached != table) {
                 return Some(CachedLeaf::table(found.gpa.0, size, cached));
@@ -151,6 +153,10 @@ impl Model {
 
     /// A CPU is about to load registers: nothing may be cached under the VMID from another root.
     pub(crate) fn check_vmid(&self, regime: &Regime) {
+        // On x86 a CPU's TLB is its own: who comes to it invalidates before he enters.
+        if regime.kind != Kind::Arm {
+            return;
+        }
         let Some(_order) = self.checker.order() else { return };
         for (cpu, core) in self.cores.iter().enumerate() {
             let tlb = core.tlb.lock();

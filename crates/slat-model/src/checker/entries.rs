@@ -7,6 +7,7 @@ use slat::{Event, Hpa};
 use crate::arm::descriptor::{ACCESS_FLAG, WRITABLE};
 use crate::checker::{Before, Reach, Until, Violation, freed};
 use crate::model::Model;
+use crate::regime::Architecture;
 use crate::thread::{self, Step, Thread, Unpublished};
 
 /// What the engine writes into invalid entries (`slat`'s `entry` module): LOCKED is this bit alone, DEAD has it too.
@@ -115,13 +116,14 @@ impl Model {
     }
 
     fn changed(&self, entry: Hpa, old: u64, new: u64) {
-        if is_valid(new)
-            && let Some(table) = self.linked_table(new)
-        {
+        if let Some(table) = self.linked_table(new) {
             self.checker.states.of(table).fetch_or(freed::LINKED, Ordering::Relaxed);
         }
         let owned = thread::with(self.id, |thread| {
-            owe(thread, entry, old, new);
+            // On x86 every store is published as it is made (`slat`'s `maintenance::x86`).
+            if self.architecture == Architecture::Arm {
+                owe(thread, entry, old, new);
+            }
             let owned = !is_locked(old) || thread.locked.remove(&entry.0).is_some();
             if is_locked(new) {
                 thread.locked.insert(entry.0, thread.operations.len());
@@ -135,6 +137,12 @@ impl Model {
 
     /// The table that a valid entry links, if it is a table entry of any descriptor format.
     fn linked_table(&self, value: u64) -> Option<u32> {
+        if self.architecture != Architecture::Arm {
+            // A page or block leads to host memory.
+            let present = value & if self.architecture == Architecture::Npt { 1 } else { 0b111 };
+            let address = Hpa(value & 0xf_ffff_ffff_f000);
+            return if present == 0 { None } else { self.tables.number(address) };
+        }
         if value & 0b11 != 0b11 {
             return None;
         }

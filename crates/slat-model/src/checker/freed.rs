@@ -21,7 +21,7 @@ const INDEX_SHIFT: u32 = 8;
 const COUNT_SHIFT: u32 = 16;
 
 /// What a freed table holds: invalid to hardware, neither LOCKED nor a note to the engine.
-pub(crate) const POISON: u64 = 0x0bad_7ab1_e0f0_eed0;
+pub(crate) const POISON: u64 = 0x0bad_7ab1_e0f0_e0d0;
 /// Freed allocations that wait until they are reused.
 const WAITING: usize = 1024;
 
@@ -177,7 +177,9 @@ impl Model {
                 let found = space.levels().find_map(|level| {
                     space.any_pointer(level, crate::tlb::Span::ALL, |_, to| to == table.0)
                 });
-                if let Some((gpa, _)) = found {
+                if let Some((gpa, _)) = found
+                    && !self.excuses(core, space.vmid)
+                {
                     return Some(Reach::WalkCache { cpu, gpa: slat::Gpa(gpa) });
                 }
             }

@@ -3,8 +3,8 @@
 
 use slat::{GpaRange, Promise};
 
-use crate::arm::descriptor::Permissions;
 use crate::checker::{CachedLeaf, Until, Violation};
+use crate::descriptor::Permissions;
 use crate::model::Model;
 use crate::thread::{self, Operation};
 use crate::tlb::Span;
@@ -68,7 +68,7 @@ impl Model {
         for (cpu, core) in self.cores.iter().enumerate() {
             let tlb = core.tlb.lock();
             let stale = tlb.spaces().iter().find_map(|space| {
-                space.levels().find_map(|level| {
+                let stale = space.levels().find_map(|level| {
                     let found = space.any(level, span, |_, cached| {
                         cached.root == root.0
                             && cached.filled <= operation.fills
@@ -76,7 +76,8 @@ impl Model {
                     });
                     let (gpa, cached) = found?;
                     Some(CachedLeaf::leaf(gpa, 1 << space.shift(level), &cached))
-                })
+                });
+                stale.filter(|_| !self.excuses(core, space.vmid))
             });
             if let Some(cached) = stale {
                 drop(tlb);

@@ -3,11 +3,11 @@
 
 use slat::{Gpa, Hpa};
 
-use crate::arm::descriptor::Descriptor;
-use crate::arm::registers::{Regime, Registers};
 use crate::checker::entries::is_tagged;
 use crate::checker::{CachedLeaf, Until, Violation};
+use crate::descriptor::Descriptor;
 use crate::model::Model;
+use crate::regime::{Control, Regime};
 use crate::tlb::{Span, Translation};
 
 impl Model {
@@ -15,9 +15,9 @@ impl Model {
     /// descriptor has reserved bits set, and every translation and table pointer that a CPU has cached under the VMID
     /// is what the tables say (with no more permissions). Does nothing if the checker is off. Costs a look at every
     /// entry of every table.
-    pub fn check_quiet(&self, registers: Registers) {
+    pub fn check_quiet(&self, control: impl Into<Control>) {
         let Some(_order) = self.checker.order() else { return };
-        let (regime, _) = Regime::decode(registers, self.features, self.page_shift);
+        let (regime, _) = Regime::decode(control.into(), self);
         if regime.consistent {
             self.check_table(&regime, regime.root, regime.start, 0);
         }
@@ -85,6 +85,7 @@ impl Model {
             };
             leaf.map(|(gpa, cached)| (level, CachedLeaf::leaf(gpa, size, &cached))).or_else(table)
         });
+        let wrong = wrong.filter(|_| !self.excuses(&self.cores[cpu], regime.vmid));
         drop(tlb);
         if let Some((level, cached)) = wrong {
             let Gpa(gpa) = cached.gpa;

@@ -5,7 +5,8 @@ use std::fmt;
 use slat::maintenance::Instruction;
 use slat::{Gpa, Hpa, Level, Promise};
 
-use crate::arm::descriptor::MemoryType;
+use crate::descriptor::MemoryType;
+use crate::regime::Control;
 
 /// A rule that was broken.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -97,12 +98,25 @@ pub enum Violation {
     },
     /// The registers of a CPU make no sense.
     BadRegisters {
-        /// `VTTBR_EL2`.
-        vttbr: u64,
-        /// `VTCR_EL2`.
-        vtcr: u64,
+        /// What was loaded.
+        control: Control,
         /// Why.
         why: &'static str,
+    },
+    /// A guest runs, and its vCPU's gate says that it does not (rule 11).
+    OutsideGate {
+        /// The CPU.
+        cpu: usize,
+        /// The address that the guest uses.
+        gpa: Gpa,
+    },
+    /// A guest runs on a CPU that has translations cached that others rely on to be gone: its vCPU entered without
+    /// invalidating (rules 11 and 12).
+    NotInvalidated {
+        /// The CPU.
+        cpu: usize,
+        /// The address that the guest uses.
+        gpa: Gpa,
     },
     /// A CPU loads a root under a VMID under which translations from another root are still cached.
     VmidReused {
@@ -266,9 +280,16 @@ impl fmt::Display for Violation {
                 "ReservedBits: {bits:#x} in {value:#x}, entry {entry} at level {} for {gpa}",
                 level.number()
             ),
-            Self::BadRegisters { vttbr, vtcr, why } => {
-                write!(f, "BadRegisters: VTTBR {vttbr:#x}, VTCR {vtcr:#x}: {why}")
+            Self::BadRegisters { control, why } => {
+                write!(f, "BadRegisters: {control:x?}: {why}")
             }
+            Self::OutsideGate { cpu, gpa } => {
+                write!(f, "OutsideGate: CPU {cpu} uses {gpa} and its vCPU is outside the guest")
+            }
+            Self::NotInvalidated { cpu, gpa } => write!(
+                f,
+                "NotInvalidated: CPU {cpu} uses {gpa} and has not answered a request to invalidate"
+            ),
             Self::VmidReused { vmid, root, cpu, cached } => write!(
                 f,
                 "VmidReused: VMID {vmid} with root {root}, but CPU {cpu} has cached from root {cached}"

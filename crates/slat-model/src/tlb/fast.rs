@@ -1,6 +1,6 @@
 //! The translations used last, found with one comparison: which byte of host memory is behind a 4 KiB frame.
 
-use super::super::arm::descriptor::Permissions;
+use crate::descriptor::Permissions;
 use crate::physical::Place;
 
 const SLOTS: usize = 1024;

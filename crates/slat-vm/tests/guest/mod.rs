@@ -150,11 +150,19 @@ pub(crate) struct TestHost {
     pub(crate) answers: Mutex<HashMap<u64, Result<HostPage, HostError>>>,
     pub(crate) hook: Mutex<Option<Hook>>,
     pub(crate) asked: Mutex<Vec<(Hva, Access)>>,
+    /// Whether pages are at hand for fault-around.
+    pub(crate) at_hand: AtomicBool,
 }
 
 impl TestHost {
     pub(crate) fn new(memory: Arc<HostMemory>) -> Self {
-        Self { memory, answers: Mutex::default(), hook: Mutex::default(), asked: Mutex::default() }
+        Self {
+            memory,
+            answers: Mutex::default(),
+            hook: Mutex::default(),
+            asked: Mutex::default(),
+            at_hand: AtomicBool::new(false),
+        }
     }
 
     /// What the memory itself says.
@@ -209,6 +217,9 @@ impl Host for TestHost {
     }
 
     fn present(&self, hva: Hva) -> Option<HostPage> {
+        if !self.at_hand.load(Ordering::Relaxed) {
+            return None;
+        }
         let answer = self.answers.lock().unwrap().get(&(hva.0 / PAGE)).copied();
         answer.unwrap_or_else(|| self.natural(hva)).ok()
     }

@@ -153,7 +153,7 @@ impl Reference {
         let write = writable && (access == Access::Write || !slot.protects());
         let execute = access == Access::Execute || self.shape.coherent_instructions;
         // Hardware marks a page when somebody uses it.
-        let young = !ahead || !self.shape.hardware_marks;
+        let young = !ahead || !self.shape.hardware_ages;
         let right = |right, is: bool| if is { right } else { 0 };
         READ | right(WRITE, write) | right(EXECUTE, execute && !answer.device) | right(YOUNG, young)
     }

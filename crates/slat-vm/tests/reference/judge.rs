@@ -5,19 +5,23 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 use slat::format::arm::{Granule, K4, K16, K64, Stage2};
+use slat::format::ept::{Ept, InHardware, InSoftware};
+use slat::format::npt::Npt;
 use slat::{Execute, Gpa, GpaRange, Lookup};
-use slat_model::{Cpu, Model, Registers};
+use slat_model::{Control, Cpu, Model, Modelled};
 use slat_vm::{
     Access, Exit, Fault, FaultKind, Guard, Hva, HvaRange, MonitorLog, SlotId, Vcpu, Vm, VmOptions,
     Worker,
 };
 
 use super::host::{Answers, SharedHost};
-use super::operation::{CPUS, Operation, Setup};
+use super::operation::{CPUS, Operation, Setup, Tables};
 use super::{At, EXECUTE, Leaf, Outcome, READ, Reference, Shape, Taken, WRITE, YOUNG};
 
 /// A fault may find that another CPU has been there before, and then take what was missing.
 const FAULTS: usize = 3;
+/// Width of guest-physical addresses.
+const BITS: u32 = 40;
 
 impl Setup {
     /// The reference before the first operation.
@@ -32,8 +36,13 @@ impl Setup {
             spaces: self.spaces,
             page,
             blocks: sizes.to_vec(),
-            limit: 1 << 40,
+            limit: 1 << BITS,
             coherent_instructions: self.coherent_instructions,
+            hardware_ages: match self.tables {
+                Tables::Arm => self.hardware_marks,
+                Tables::Ept | Tables::Npt => true,
+                Tables::PlainEpt => false,
+            },
             hardware_marks: self.hardware_marks,
             around: page * u64::from(self.around),
         };
@@ -56,16 +65,34 @@ impl Setup {
 /// # Panics
 /// If anything is not as the reference says.
 pub(crate) fn run(setup: &Setup, next: impl FnMut(&Reference) -> Option<Operation>) {
-    match setup.page_shift {
-        12 => run_on::<K4>(setup, next),
-        14 => run_on::<K16>(setup, next),
-        _ => run_on::<K64>(setup, next),
+    let marks = setup.hardware_marks;
+    match (setup.tables, setup.page_shift) {
+        (Tables::Ept, _) => {
+            let format = Ept::<InHardware>::new(BITS).unwrap();
+            run_on(setup, format.with_hardware_dirty(marks), next);
+        }
+        (Tables::PlainEpt, _) => run_on(setup, Ept::<InSoftware>::new(BITS).unwrap(), next),
+        (Tables::Npt, _) => {
+            run_on(setup, Npt::new(BITS).unwrap().with_hardware_dirty(marks), next);
+        }
+        (Tables::Arm, 12) => run_on(setup, arm::<K4>(marks), next),
+        (Tables::Arm, 14) => run_on(setup, arm::<K16>(marks), next),
+        (Tables::Arm, _) => run_on(setup, arm::<K64>(marks), next),
     }
 }
 
-fn run_on<G: Granule>(setup: &Setup, mut next: impl FnMut(&Reference) -> Option<Operation>) {
+fn arm<G: Granule>(marks: bool) -> Stage2<G> {
+    Stage2::new(BITS).unwrap().with_hardware_dirty(marks)
+}
+
+fn run_on<F: Modelled>(
+    setup: &Setup,
+    format: F,
+    mut next: impl FnMut(&Reference) -> Option<Operation>,
+) {
     let reference = setup.reference();
-    let model = Model::builder().page_shift(setup.page_shift).cpus(CPUS).slots(CPUS + 2);
+    let model = Model::builder().architecture(F::ARCHITECTURE).page_shift(setup.page_shift);
+    let model = model.cpus(CPUS).slots(CPUS + 2);
     let model = model.table_limit(1 << 13).memory_limit(64 << 30).build().unwrap();
     let size = reference.host.targets as u64 * reference.host.unit;
     let memory = model.host_memory(size, setup.backing).unwrap();
@@ -78,13 +105,13 @@ fn run_on<G: Granule>(setup: &Setup, mut next: impl FnMut(&Reference) -> Option<
         fault_around: setup.around,
         ..VmOptions::default()
     };
-    let format = Stage2::<G>::new(40).unwrap().with_hardware_dirty(setup.hardware_marks);
     {
         let vm = Vm::new(&model, host.clone(), format, 7, options).unwrap();
-        let guest = |cpu| Guest {
-            vcpu: vm.vcpu().unwrap(),
-            cpu: model.cpu(cpu, registers(&vm, 0)).unwrap(),
-            space: 0,
+        let guest = |cpu| {
+            let vcpu = vm.vcpu().unwrap();
+            let mut cpu = model.cpu(cpu, control(&vm, 0)).unwrap();
+            cpu.attend(vcpu.participant().index());
+            Guest { vcpu, cpu, space: 0 }
         };
         let mut judge = Judge {
             worker: vm.worker().unwrap(),
@@ -103,7 +130,7 @@ fn run_on<G: Granule>(setup: &Setup, mut next: impl FnMut(&Reference) -> Option<
             count += 1;
         }
         judge.guards.clear();
-        (0..setup.spaces).for_each(|space| model.check_quiet(registers(&vm, space)));
+        (0..setup.spaces).for_each(|space| model.check_quiet(control(&vm, space)));
         for Guest { vcpu, .. } in &judge.guests {
             let s = vcpu.statistics();
             let parts = [
@@ -125,11 +152,10 @@ fn run_on<G: Granule>(setup: &Setup, mut next: impl FnMut(&Reference) -> Option<
     assert_eq!(model.violations(), 0);
 }
 
-type TheVm<'m, G> = Vm<'m, Stage2<G>, Model, SharedHost>;
+type TheVm<'m, F> = Vm<'m, F, Model, SharedHost>;
 
-fn registers<G: Granule>(vm: &TheVm<'_, G>, space: u16) -> Registers {
-    let tree = vm.tree_of(space).expect("the VM has so many");
-    Registers { vttbr: tree.root_register(), vtcr: tree.format().vtcr() }
+fn control<F: Modelled>(vm: &TheVm<'_, F>, space: u16) -> Control {
+    F::control_of(vm.tree_of(space).expect("the VM has so many"))
 }
 
 /// A vCPU, and the CPU that it runs on.
@@ -140,18 +166,33 @@ struct Guest<'m> {
 }
 
 impl<'m> Guest<'m> {
-    fn switch<G: Granule>(&mut self, vm: &TheVm<'m, G>, space: u16) {
+    fn switch<F: Modelled>(&mut self, vm: &TheVm<'m, F>, space: u16) {
         if self.space != space {
             assert!(self.vcpu.switch_space(vm, space));
-            self.cpu.load(registers(vm, space));
+            self.cpu.load(control(vm, space));
             self.space = space;
+        }
+    }
+
+    /// Inside the guest, for one access.
+    fn run<F: Modelled, R>(
+        &mut self,
+        vm: &TheVm<'m, F>,
+        access: impl FnOnce(&mut Cpu<'m>) -> R,
+    ) -> R {
+        // One thread runs all vCPUs.
+        self.cpu.bind();
+        loop {
+            if let Ok(_inside) = self.vcpu.enter(vm) {
+                return access(&mut self.cpu);
+            }
         }
     }
 }
 
-struct Judge<'v, 'm, G: Granule> {
+struct Judge<'v, 'm, F: Modelled> {
     model: &'m Model,
-    vm: &'v TheVm<'m, G>,
+    vm: &'v TheVm<'m, F>,
     host: SharedHost,
     worker: Worker<'m, Model>,
     guests: Vec<Guest<'m>>,
@@ -163,7 +204,7 @@ struct Judge<'v, 'm, G: Granule> {
     reference: Reference,
 }
 
-impl<G: Granule> Judge<'_, '_, G> {
+impl<F: Modelled> Judge<'_, '_, F> {
     fn step(&mut self, number: usize, operation: &Operation) {
         let expected = self.reference.apply(operation);
         let outcome = self.perform(operation);
@@ -309,14 +350,14 @@ impl<G: Granule> Judge<'_, '_, G> {
     fn access(&mut self, cpu: usize, at: At, access: Access) -> Outcome {
         let (space, gpa) = at;
         self.guests[cpu].switch(self.vm, space);
-        let Guest { vcpu, cpu, .. } = &mut self.guests[cpu];
+        let guest = &mut self.guests[cpu];
         let value = self.reference.stores;
         for _ in 0..=FAULTS {
-            let result = match access {
+            let result = guest.run(self.vm, |cpu| match access {
                 Access::Read => cpu.read(Gpa(gpa)),
                 Access::Write => cpu.write(Gpa(gpa), value).map(|()| value),
                 Access::Execute => cpu.fetch(Gpa(gpa)),
-            };
+            });
             let fault = match result {
                 Ok(value) => {
                     if access == Access::Write {
@@ -326,7 +367,7 @@ impl<G: Granule> Judge<'_, '_, G> {
                 }
                 Err(fault) => translate(fault, access),
             };
-            match vcpu.fault(self.vm, fault) {
+            match guest.vcpu.fault(self.vm, fault) {
                 Ok(Exit::Resume) => {}
                 other => return Outcome::Exit(other),
             }

@@ -46,7 +46,9 @@ pub(crate) struct Shape {
     pub(crate) limit: u64,
     /// Every page that can be read can be executed.
     pub(crate) coherent_instructions: bool,
-    /// Hardware marks leaves young and dirty.
+    /// Hardware marks leaves young.
+    pub(crate) hardware_ages: bool,
+    /// Hardware marks leaves dirty, for a log.
     pub(crate) hardware_marks: bool,
     /// The window that is mapped with a page of it.
     pub(crate) around: u64,

@@ -81,6 +81,17 @@ pub(crate) struct Setup {
     pub(crate) spaces: u16,
     /// Pages that are mapped with one of them.
     pub(crate) around: u32,
+    pub(crate) tables: Tables,
+}
+
+/// Whose tables; those of x86 have pages of 4 KiB.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) enum Tables {
+    Arm,
+    Ept,
+    /// Without accessed and dirty flags.
+    PlainEpt,
+    Npt,
 }
 
 /// A source of numbers below a bound. Small ones stand for what is simple.
@@ -114,7 +125,23 @@ impl Setup {
         let eager = eager && backing != huge(1 << 30);
         let hardware_marks = numbers.flag();
         let (spaces, around) = (numbers.one_of(&[1, 2]), numbers.one_of(&[1, 1, 16, 128]));
-        Self { page_shift, backing, eager, coherent_instructions, hardware_marks, spaces, around }
+        let tables = match numbers.below(6) {
+            3 if page_shift == 12 => Tables::Ept,
+            4 if page_shift == 12 => Tables::PlainEpt,
+            5 if page_shift == 12 => Tables::Npt,
+            _ => Tables::Arm,
+        };
+        let hardware_marks = hardware_marks && tables != Tables::PlainEpt;
+        Self {
+            page_shift,
+            backing,
+            eager,
+            coherent_instructions,
+            hardware_marks,
+            spaces,
+            around,
+            tables,
+        }
     }
 }
 

@@ -50,6 +50,8 @@ impl Maintenance for Ept {
     /// An EPT violation invalidates what was used to translate the address that caused it (SDM vol. 3, 29.4.3.1), on
     /// the CPU that took it; a vCPU that moves to another one invalidates there anyway.
     const FAULT_INVALIDATES: bool = true;
+    /// SDM vol. 3, 4.10.2.3 "Details of TLB Use": either size may be used.
+    const RESIZES: bool = true;
 
     fn publish<M: Machine>(_: &M) {
         compiler_fence(Ordering::SeqCst);
@@ -92,6 +94,9 @@ impl Npt {
 }
 
 impl Maintenance for Npt {
+    /// APM vol. 2, 5.5 "Translation-Lookaside Buffer": a change of size is like any other, and both are right meanwhile.
+    const RESIZES: bool = true;
+
     fn publish<M: Machine>(_: &M) {
         compiler_fence(Ordering::SeqCst);
     }

@@ -2,8 +2,8 @@
 //! often as they were set.
 
 use serde::Serialize;
-use slat::format::arm::Granule;
 
+use crate::arch::Tables;
 use crate::check::Findings;
 use crate::contents;
 use crate::guest::Program;
@@ -38,9 +38,9 @@ impl Found {
     }
 
     /// Every page was used; `noticed` if every CPU had to look at the tables for it.
-    pub(crate) fn after_access<G: Granule>(
+    pub(crate) fn after_access<T: Tables>(
         &mut self,
-        stage: &Stage<'_, '_, G>,
+        stage: &Stage<'_, '_, T>,
         ground: Ground<'_>,
         noticed: bool,
     ) {

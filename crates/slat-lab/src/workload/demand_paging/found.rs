@@ -3,10 +3,10 @@
 use std::sync::atomic::Ordering;
 
 use serde::Serialize;
-use slat::format::arm::Granule;
 
 use super::source;
 use super::userfault::{Mode, Served, Userfault};
+use crate::arch::Tables;
 use crate::check::Findings;
 use crate::contents;
 use crate::guest::Program;
@@ -36,8 +36,8 @@ pub(crate) struct Found {
 
 impl Found {
     /// Looks at every page, when the guests have paused.
-    pub(crate) fn look<G: Granule>(
-        stage: &Stage<'_, '_, G>,
+    pub(crate) fn look<T: Tables>(
+        stage: &Stage<'_, '_, T>,
         ground: Ground<'_>,
         userfault: Option<&Userfault>,
         served_at_once: u64,

@@ -9,6 +9,7 @@ use slat_model::clock::{self, Cause};
 
 use super::Options;
 use super::audit::Found;
+use crate::arch::Arch;
 use crate::backing::{Backing, Pages};
 use crate::explain::Explanation;
 use crate::failure::Failure;
@@ -304,6 +305,7 @@ fn refuse(options: &Options, backing: Backing, mode: GuestMode) -> Result<(), Fa
             guest_mode::DEFAULT.parse() != Ok(mode),
             "-m: virtual time has guest pages of 4K only, and its own address width",
         ),
+        (machine.arch != Arch::Arm, "--arch: profiles are of Arm machines"),
         (machine.granule != GranuleSize::K4, "--granule: profiles are of 4K tables"),
         (machine.ipa_bits.is_some(), "--ipa-bits: virtual time has 44 of them"),
         (machine.fwb, "--fwb: --maintenance none is the same here"),

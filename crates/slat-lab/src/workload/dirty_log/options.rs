@@ -7,6 +7,7 @@ use serde::Serialize;
 use slat_vm::LogMode;
 
 use super::in_virtual_time::VirtualOptions;
+use crate::arch::Arch;
 use crate::backing::Backing;
 use crate::config::{self, GuestConfig};
 use crate::failure::Failure;
@@ -24,7 +25,7 @@ dirty_log_perf_test; numbers of guest modes are those of Linux 6.12 for arm64 (9
 One run is one guest mode.
 
 --log ring: a vCPU whose ring is full waits for a collector thread, which takes out what is in all rings and resets them \
-(phase dirty); get takes out the rest, clear resets it. --log hardware: dirty state of FEAT_HAFDBS; get takes it out of the \
+(phase dirty); get takes out the rest, clear resets it. --log hardware: dirty state of FEAT_HAFDBS, or the dirty flags of x86; get takes it out of the \
 entries by a walk, and there is no clear.
 
 --split-threads: without it, one thread splits, when the log is enabled or, where all bits are set at first (--log bitmap \
@@ -155,13 +156,25 @@ pub(crate) struct Config {
 }
 
 impl Config {
+    /// What the user should know of the run that no number says.
+    pub(super) fn notes(&self, layout: &Layout) -> Vec<String> {
+        let mut notes = self.guest.notes(layout);
+        if self.log == LogKind::Hardware && self.mode() != LogMode::Hardware {
+            let why = "--log hardware: there are no dirty flags here, so that writes are logged by faults";
+            notes.push(why.to_owned());
+        }
+        notes
+    }
+
     /// How a memslot is logged.
     pub(super) fn mode(&self) -> LogMode {
         match self.log {
             LogKind::Bitmap if self.manual_protect => LogMode::Manual { initially_all_set: true },
             LogKind::Bitmap => LogMode::Protect,
             LogKind::Ring => LogMode::Ring { backup: false },
-            LogKind::Hardware => LogMode::Hardware,
+            LogKind::Hardware if self.guest.can_track_dirty() => LogMode::Hardware,
+            // Where an entry has no dirty flag that could be cleared, writing is forbidden instead.
+            LogKind::Hardware => LogMode::Protect,
         }
     }
 }
@@ -192,7 +205,8 @@ impl Options {
         };
         let check = self.check.check;
         let (layout, guest) = config::settle(&self.memory, &self.machine, plan, chosen, check)?;
-        let hardware_access = guest.hardware_access || self.log == LogKind::Hardware;
+        let asked = self.log == LogKind::Hardware && self.machine.arch == Arch::Arm;
+        let hardware_access = guest.hardware_access || asked;
         let config = Config {
             guest: GuestConfig { hardware_access, ..guest },
             iterations: self.iterations,

@@ -6,11 +6,11 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Scope};
 
-use slat::format::arm::Granule;
 use slat_model::Model;
 use slat_vm::{DirtyRing, Exit, Worker};
 
 use super::audit::Log;
+use crate::arch::Tables;
 use crate::crew::{Guest, RunOn, Vcpu};
 use crate::failure::Failure;
 use crate::guest::{GuestMemory, Order, Program, Watch};
@@ -97,10 +97,10 @@ impl Guest for Writer {
     }
 }
 
-impl<G: Granule> RunOn<ModelVcpu<'_, '_, G>> for Writer {
+impl<T: Tables> RunOn<ModelVcpu<'_, '_, T>> for Writer {
     fn run(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         order: Order,
         watch: Watch<'_>,
     ) -> Result<(), String> {
@@ -109,12 +109,12 @@ impl<G: Granule> RunOn<ModelVcpu<'_, '_, G>> for Writer {
 }
 
 /// A vCPU that enters the guest again when its ring was emptied.
-struct Patient<'a, 'v, 'm, G: Granule> {
-    vcpu: &'a mut ModelVcpu<'v, 'm, G>,
+struct Patient<'a, 'v, 'm, T: Tables> {
+    vcpu: &'a mut ModelVcpu<'v, 'm, T>,
     bell: &'a Bell,
 }
 
-impl<G: Granule> Patient<'_, '_, '_, G> {
+impl<T: Tables> Patient<'_, '_, '_, T> {
     /// Whether the access is to be tried again.
     #[cold]
     fn waited(&self, broken: &Broken) -> bool {
@@ -123,7 +123,7 @@ impl<G: Granule> Patient<'_, '_, '_, G> {
     }
 }
 
-impl<G: Granule> GuestMemory for Patient<'_, '_, '_, G> {
+impl<T: Tables> GuestMemory for Patient<'_, '_, '_, T> {
     type Error = Broken;
 
     #[inline]
@@ -147,15 +147,15 @@ impl<G: Granule> GuestMemory for Patient<'_, '_, '_, G> {
     }
 }
 
-impl<G: Granule> Vcpu for Patient<'_, '_, '_, G> {
+impl<T: Tables> Vcpu for Patient<'_, '_, '_, T> {
     fn counters(&self) -> Counters {
         self.vcpu.counters()
     }
 }
 
 /// Who takes pages out of the rings of all vCPUs.
-pub(super) struct Collector<'s, 'm, G: Granule> {
-    vm: &'s ModelVm<'m, G>,
+pub(super) struct Collector<'s, 'm, T: Tables> {
+    vm: &'s ModelVm<'m, T>,
     rings: Vec<DirtyRing>,
     bell: Arc<Bell>,
     held: Mutex<Held<'m>>,
@@ -181,13 +181,13 @@ impl Drop for Running<'_> {
     }
 }
 
-impl<'s, 'm, G: Granule> Collector<'s, 'm, G> {
+impl<'s, 'm, T: Tables> Collector<'s, 'm, T> {
     /// A collector of `rings`, with an empty log to fill.
     ///
     /// # Errors
     /// [`Failure::Run`] if the machine has no place for another worker.
     pub(super) fn new(
-        vm: &'s ModelVm<'m, G>,
+        vm: &'s ModelVm<'m, T>,
         rings: &[DirtyRing],
         log: Log,
         bell: &Arc<Bell>,

@@ -8,10 +8,10 @@
 use std::{io, thread};
 
 use slat::GpaRange;
-use slat::format::arm::Granule;
 use slat_model::Model;
 use slat_vm::{LogMode, SplitJob, Worker};
 
+use crate::arch::Tables;
 use crate::failure::Failure;
 use crate::model::{self, ModelVm};
 use crate::report::Counters;
@@ -28,8 +28,8 @@ impl<'m> Splitters<'m> {
     ///
     /// # Errors
     /// [`Failure::Run`] if the machine has no place for so many.
-    pub(super) fn new<G: Granule>(
-        vm: &ModelVm<'m, G>,
+    pub(super) fn new<T: Tables>(
+        vm: &ModelVm<'m, T>,
         threads: Option<u32>,
     ) -> Result<Self, Failure> {
         let others = (1..threads.unwrap_or(1)).map(|_| vm.worker()).collect::<Result<_, _>>();
@@ -41,9 +41,9 @@ impl<'m> Splitters<'m> {
     ///
     /// # Errors
     /// [`Failure::Run`] if the log is refused, or there are not so many threads.
-    pub(super) fn enable<G: Granule>(
+    pub(super) fn enable<T: Tables>(
         &mut self,
-        vm: &ModelVm<'m, G>,
+        vm: &ModelVm<'m, T>,
         worker: &mut Worker<'m, Model>,
         (id, range): (u32, GpaRange),
         mode: LogMode,
@@ -58,9 +58,9 @@ impl<'m> Splitters<'m> {
     }
 
     /// Runs `job` on every thread.
-    fn run<G: Granule>(
+    fn run<T: Tables>(
         &mut self,
-        vm: &ModelVm<'m, G>,
+        vm: &ModelVm<'m, T>,
         worker: &mut Worker<'m, Model>,
         job: &SplitJob,
     ) -> io::Result<()> {

@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::format::arm::Granule;
 use slat_vm::Exit;
 
+use crate::arch::Tables;
 use crate::crew::{Guest, RunOn};
 use crate::guest::{GuestMemory, Watch};
 use crate::model::{Broken, ModelVcpu};
@@ -54,9 +54,9 @@ impl Dirtier {
     }
 
     /// Writes until it is stopped, and at least so much that it is asked to.
-    fn dirty<G: Granule>(
+    fn dirty<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         watch: Watch<'_>,
     ) -> Result<(), Broken> {
         loop {
@@ -81,9 +81,9 @@ impl Dirtier {
     }
 
     /// One write, and before it the one that is pending; `false` if it is to stop before this one is done.
-    fn write<G: Granule>(
+    fn write<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         page: u64,
         watch: Watch<'_>,
     ) -> Result<bool, Broken> {
@@ -96,9 +96,9 @@ impl Dirtier {
     }
 
     /// Makes the write that is pending; `false` if it is to stop before that is done.
-    fn complete<G: Granule>(
+    fn complete<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         watch: Watch<'_>,
     ) -> Result<bool, Broken> {
         let Some(Pending { gpa, value }) = self.pending else { return Ok(true) };
@@ -132,10 +132,10 @@ impl Guest for Dirtier {
     }
 }
 
-impl<G: Granule> RunOn<ModelVcpu<'_, '_, G>> for Dirtier {
+impl<T: Tables> RunOn<ModelVcpu<'_, '_, T>> for Dirtier {
     fn run(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         (): (),
         watch: Watch<'_>,
     ) -> Result<(), String> {

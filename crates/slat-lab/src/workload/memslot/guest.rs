@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use slat::format::arm::Granule;
 use slat_vm::{Access, Exit, Mmio};
 
 use super::area::{Slots, Test};
+use crate::arch::Tables;
 use crate::crew::{Guest, RunOn};
 use crate::guest::{GuestMemory, Watch};
 use crate::model::{Broken, ModelVcpu};
@@ -94,9 +94,9 @@ impl Tester {
         self.meeting.attend(self.met, watch)
     }
 
-    fn obey<G: Granule>(
+    fn obey<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         watch: Watch<'_>,
     ) -> Result<(), Broken> {
         match self.test {
@@ -116,9 +116,9 @@ impl Tester {
     }
 
     /// Writes these pages, and those, meeting the host after each.
-    fn in_turn<G: Granule>(
+    fn in_turn<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         watch: Watch<'_>,
         first: Range<u64>,
         second: Range<u64>,
@@ -136,9 +136,9 @@ impl Tester {
         }
     }
 
-    fn write_moved<G: Granule>(
+    fn write_moved<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         watch: Watch<'_>,
     ) -> Result<(), Broken> {
         let pages = self.slots.moved(self.test == Test::MoveActive);
@@ -159,9 +159,9 @@ impl Tester {
         Ok(())
     }
 
-    fn read_and_write<G: Granule>(
+    fn read_and_write<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         watch: Watch<'_>,
     ) -> Result<(), Broken> {
         let pages = self.share(&(self.slots.area()..self.slots.pages));
@@ -195,10 +195,10 @@ impl Guest for Tester {
     }
 }
 
-impl<G: Granule> RunOn<ModelVcpu<'_, '_, G>> for Tester {
+impl<T: Tables> RunOn<ModelVcpu<'_, '_, T>> for Tester {
     fn run(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         (): (),
         watch: Watch<'_>,
     ) -> Result<(), String> {

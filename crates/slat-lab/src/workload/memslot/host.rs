@@ -4,19 +4,18 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::thread;
 
-use slat::format::arm::Granule;
-
 use slat::Gpa;
 use slat_vm::{Hva, HvaRange, SlotConfig};
 
 use super::area::{CHUNK, MOVED, Slots, Test};
 use super::guest::{FIRST, Meeting, SECOND, Tester};
 use super::pages::Pages;
+use crate::arch::Tables;
 use crate::failure::Failure;
 use crate::stage::Stage;
 
 /// The host's side of one test.
-pub(super) struct Host<'a, 'r, 's, 'm, G: Granule> {
+pub(super) struct Host<'a, 'r, 's, 'm, T: Tables> {
     pub(super) test: Test,
     pub(super) slots: Slots,
     pub(super) pages: &'a Pages,
@@ -24,13 +23,13 @@ pub(super) struct Host<'a, 'r, 's, 'm, G: Granule> {
     pub(super) vcpus: u64,
     /// Whether what guests wrote is compared also where that takes time.
     pub(super) verify: bool,
-    pub(super) stage: &'r mut Stage<'s, 'm, G, Tester>,
+    pub(super) stage: &'r mut Stage<'s, 'm, T, Tester>,
     /// Values that were compared, and those that were wrong.
     pub(super) compared: u64,
     pub(super) wrong: u64,
 }
 
-impl<G: Granule> Host<'_, '_, '_, '_, G> {
+impl<T: Tables> Host<'_, '_, '_, '_, T> {
     /// Once through the test.
     pub(super) fn turn(&mut self) -> Result<(), Failure> {
         match self.test {

@@ -1,8 +1,8 @@
 //! What a guest does while slots change: it uses its own memory, and if it is told where, the slot that comes and goes.
 
-use slat::format::arm::Granule;
 use slat_vm::{Access, Exit, Mmio};
 
+use crate::arch::Tables;
 use crate::crew::{Guest, RunOn};
 use crate::guest::{GuestMemory, Pass, Program, Watch};
 use crate::model::{Broken, ModelVcpu};
@@ -24,9 +24,9 @@ impl Intruder {
         Self { program, slot, next: 0, landed: 0, exits: 0 }
     }
 
-    fn intrude<G: Granule>(
+    fn intrude<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         gpa: u64,
     ) -> Result<(), Broken> {
         self.next += 1;
@@ -40,9 +40,9 @@ impl Intruder {
         Ok(())
     }
 
-    fn run_until<G: Granule>(
+    fn run_until<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         pass: Pass,
         watch: Watch<'_>,
     ) -> Result<(), Broken> {
@@ -65,10 +65,10 @@ impl Guest for Intruder {
     }
 }
 
-impl<G: Granule> RunOn<ModelVcpu<'_, '_, G>> for Intruder {
+impl<T: Tables> RunOn<ModelVcpu<'_, '_, T>> for Intruder {
     fn run(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         pass: Pass,
         watch: Watch<'_>,
     ) -> Result<(), String> {

@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use slat::format::arm::Granule;
 use slat_vm::{Exit, FaultError, HostError, Mmio};
 
 use super::Window;
+use crate::arch::Tables;
 use crate::crew::{Guest, RunOn};
 use crate::guest::{GuestMemory, Watch};
 use crate::model::{Broken, ModelVcpu};
@@ -96,9 +96,9 @@ impl Writer {
         self.part.clone().map(move |index| gpa + index * page)
     }
 
-    fn obey<G: Granule>(
+    fn obey<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         order: Order,
         watch: Watch<'_>,
     ) -> Result<(), Broken> {
@@ -129,9 +129,9 @@ impl Writer {
         Ok(())
     }
 
-    fn read_only<G: Granule>(
+    fn read_only<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         watch: Watch<'_>,
     ) -> Result<(), Broken> {
         for gpa in self.addresses() {
@@ -159,20 +159,16 @@ impl Writer {
         }
     }
 
-    fn load<G: Granule>(
-        &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
-        gpa: u64,
-    ) -> Result<(), Broken> {
+    fn load<T: Tables>(&mut self, vcpu: &mut ModelVcpu<'_, '_, T>, gpa: u64) -> Result<(), Broken> {
         let value = vcpu.load(gpa)?;
         let (_, offset) = self.region.place(gpa);
         self.wrong_loads += u64::from(!self.region.is_of(value, offset));
         Ok(())
     }
 
-    fn probe<G: Granule>(
+    fn probe<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         gpa: u64,
     ) -> Result<(), Broken> {
         let (slot, offset) = self.region.place(gpa);
@@ -195,8 +191,8 @@ impl Writer {
 }
 
 /// Stores; `false` if the host does not let this memory be written.
-fn try_store<G: Granule>(
-    vcpu: &mut ModelVcpu<'_, '_, G>,
+fn try_store<T: Tables>(
+    vcpu: &mut ModelVcpu<'_, '_, T>,
     gpa: u64,
     run: u64,
 ) -> Result<bool, Broken> {
@@ -215,10 +211,10 @@ impl Guest for Writer {
     }
 }
 
-impl<G: Granule> RunOn<ModelVcpu<'_, '_, G>> for Writer {
+impl<T: Tables> RunOn<ModelVcpu<'_, '_, T>> for Writer {
     fn run(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         order: Order,
         watch: Watch<'_>,
     ) -> Result<(), String> {

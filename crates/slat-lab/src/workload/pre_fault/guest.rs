@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use slat::format::arm::Granule;
 use slat::{Gpa, GpaRange};
 use slat_vm::{PreFault, PreFaultError};
 
+use crate::arch::Tables;
 use crate::crew::{Guest, RunOn};
 use crate::guest::{GuestMemory, Watch};
 use crate::model::{Broken, ModelVcpu};
@@ -69,9 +69,9 @@ impl Reader {
     }
 
     /// Calls again and again with the rest, until nothing is left or the first page of it cannot be mapped.
-    fn map<G: Granule>(
+    fn map<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         step: Step,
         interrupt: bool,
         watch: Watch<'_>,
@@ -100,7 +100,7 @@ impl Reader {
         self.seen.wrong_error += u64::from(rest.and(error) != expected);
     }
 
-    fn misaligned<G: Granule>(&mut self, vcpu: &mut ModelVcpu<'_, '_, G>, step: Step) {
+    fn misaligned<T: Tables>(&mut self, vcpu: &mut ModelVcpu<'_, '_, T>, step: Step) {
         for (gpa, size) in [(step.gpa + 8, self.page), (step.gpa, self.page - 8)] {
             let Some(range) = GpaRange::new(Gpa(gpa), size) else { continue };
             let made = vcpu.pre_fault(range, || true);
@@ -112,9 +112,9 @@ impl Reader {
         }
     }
 
-    fn read<G: Granule>(
+    fn read<T: Tables>(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         watch: Watch<'_>,
     ) -> Result<(), Broken> {
         for index in 0..self.pages {
@@ -141,10 +141,10 @@ impl Guest for Reader {
     }
 }
 
-impl<G: Granule> RunOn<ModelVcpu<'_, '_, G>> for Reader {
+impl<T: Tables> RunOn<ModelVcpu<'_, '_, T>> for Reader {
     fn run(
         &mut self,
-        vcpu: &mut ModelVcpu<'_, '_, G>,
+        vcpu: &mut ModelVcpu<'_, '_, T>,
         order: Order,
         watch: Watch<'_>,
     ) -> Result<(), String> {

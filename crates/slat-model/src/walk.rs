@@ -1,14 +1,15 @@
 //! How hardware walks the tables: from the deepest table that the CPU remembers to a leaf, updating the access flag and
 //! dirty state on the way (Arm ARM DDI 0487, D8.2 "Translation process", D8.5 "Hardware updates to the translation
-//! tables"; pseudocode `AArch64.S2Translate` and `AArch64.S2Walk`).
+//! tables"; pseudocode `AArch64.S2Translate` and `AArch64.S2Walk`; Intel SDM vol. 3C, 29.3.2 and 29.3.5; AMD APM vol. 2,
+//! 15.25.5 and 15.25.6).
 
 use slat::{Gpa, Hpa, Level};
 
-use super::descriptor::{ACCESS_FLAG, Descriptor, Leaf, Permissions, WRITABLE};
-use super::registers::Regime;
 use crate::checker::{Filler, Order, Violation};
 use crate::cpu::FaultKind;
+use crate::descriptor::{Descriptor, Leaf, Permissions};
 use crate::model::Model;
+use crate::regime::{Kind, Regime};
 use crate::tlb::{Tlb, Translation};
 
 /// One walk that a CPU makes.
@@ -34,6 +35,7 @@ impl Walk<'_> {
         needed: Permissions,
     ) -> Result<(i8, Translation), FaultKind> {
         self.tlb.walks += 1;
+        self.tlb.granted = Permissions::default();
         if self.regime.root >> self.regime.output_bits != 0 {
             return Err(FaultKind::AddressSize { level: level_of(0) });
         }
@@ -61,6 +63,7 @@ impl Walk<'_> {
         needed: Permissions,
     ) -> Option<Result<(i8, Translation), FaultKind>> {
         let (mut level, mut table) = self.start(gpa);
+        let mut above = Permissions::ALL;
         loop {
             let address = Hpa(table + self.regime.entry_offset(level, gpa));
             let Some(entry) = self.model.tables.entry(address) else {
@@ -78,15 +81,28 @@ impl Walk<'_> {
                 Descriptor::Invalid => {
                     return Some(Err(FaultKind::Translation { level: level_of(level) }));
                 }
+                _ if self.regime.kind != Kind::Arm && self.regime.reserved(value, level) != 0 => {
+                    return Some(Err(FaultKind::Reserved { level: level_of(level) }));
+                }
                 Descriptor::Table(next) => {
+                    let update = self.regime.table_updated(value);
+                    if update != value && entry.update(value, update).is_err() {
+                        return None;
+                    }
+                    above = above.only(self.regime.table_permissions(value));
                     if next >> self.regime.output_bits != 0 {
                         return Some(Err(FaultKind::AddressSize { level: level_of(level) }));
                     }
-                    self.remember(level, gpa, next);
+                    // A walk cache would have to remember what the tables above take away.
+                    if above == Permissions::ALL {
+                        self.remember(level, gpa, next);
+                    }
                     table = next;
                     level += 1;
                 }
-                Descriptor::Leaf(leaf) => {
+                Descriptor::Leaf(mut leaf) => {
+                    leaf.clean &= above.has(Permissions::WRITE);
+                    leaf.permissions = leaf.permissions.only(above);
                     let update = match self.update(value, &leaf, level, needed) {
                         Ok(update) => update,
                         Err(fault) => return Some(Err(fault)),
@@ -94,7 +110,7 @@ impl Walk<'_> {
                     if update != value && entry.update(value, update).is_err() {
                         return None;
                     }
-                    return Some(self.leaf(update, level, gpa, needed));
+                    return Some(self.leaf(update, above, level, gpa, needed));
                 }
             }
         }
@@ -111,22 +127,14 @@ impl Walk<'_> {
         if leaf.output >> self.regime.output_bits != 0 {
             return Err(FaultKind::AddressSize { level: level_of(level) });
         }
-        let mut update = value;
-        if !leaf.accessed {
-            if !self.regime.hardware_access {
-                return Err(FaultKind::AccessFlag { level: level_of(level) });
-            }
-            update |= ACCESS_FLAG;
-        }
-        if leaf.clean && needed == Permissions::WRITE {
-            update |= WRITABLE;
-        }
-        Ok(update)
+        let updated = self.regime.updated(value, leaf, needed);
+        updated.ok_or(FaultKind::AccessFlag { level: level_of(level) })
     }
 
     fn leaf(
         &mut self,
         value: u64,
+        above: Permissions,
         level: i8,
         gpa: u64,
         needed: Permissions,
@@ -135,6 +143,13 @@ impl Walk<'_> {
             // Updates change no bit that makes a leaf.
             return Err(FaultKind::External);
         };
+        let permissions = leaf.permissions.only(above);
+        let first_write = leaf.clean && above.has(Permissions::WRITE);
+        self.tlb.granted =
+            if first_write { permissions.and(Permissions::WRITE) } else { permissions };
+        if !permissions.has(needed) && self.regime.fault_invalidates() {
+            return Err(FaultKind::Permission { level: level_of(level) });
+        }
         let filled = self.order.as_mut().map_or(0, |order| {
             order.fills += 1;
             order.fills
@@ -143,7 +158,7 @@ impl Walk<'_> {
             output: leaf.output,
             root: self.regime.root,
             filled,
-            permissions: leaf.permissions,
+            permissions,
             memory: leaf.memory,
             clean: leaf.clean,
         };
@@ -153,7 +168,7 @@ impl Walk<'_> {
             self.model.check_fill(filler, level, gpa, &translation);
         }
         self.tlb.fill(self.regime.vmid, level, gpa, translation);
-        if leaf.permissions.has(needed) {
+        if permissions.has(needed) {
             Ok((level, translation))
         } else {
             Err(FaultKind::Permission { level: level_of(level) })
