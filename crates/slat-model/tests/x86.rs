@@ -3,12 +3,17 @@
 
 use std::sync::Arc;
 
+use slat::format::ept::Ept;
+use slat::format::npt::Npt;
 use slat::gate::Requests;
 use slat::maintenance::Instruction;
-use slat::{Event, Gpa, GpaRange, Hpa, Level, Machine, Participant, Promise};
+use slat::{
+    Attributes, Edges, Event, Gpa, GpaRange, Hpa, Level, Machine, Participant, Promise, Reserve,
+    Tree,
+};
 use slat_model::{
     Access, Architecture, Backing, Control, Cpu, EptRegisters, FaultKind, HostMemory, MemoryType,
-    Model, NptRegisters, OnViolation, Violation,
+    Model, Modelled, NptRegisters, OnViolation, Violation,
 };
 
 const BLOCK: u64 = 2 << 20;
@@ -341,8 +346,7 @@ fn unmap(hand: &Hand, ask: bool) {
         let tree = Some(Hpa(hand.tables[0]));
         slat::gate::request_everywhere(&hand.model, tree, Requests::INVALIDATE);
     }
-    let range = GpaRange::new(Gpa(0), 4096).unwrap();
-    hand.model.observe(Event::End(Promise::Gone(range)));
+    hand.model.observe(Event::End(Promise::Gone(range(0, 4096))));
 }
 
 #[test]
@@ -418,4 +422,75 @@ fn registers_that_make_no_sense_are_named() {
     let hand = Hand::npt();
     drop(hand.model.cpu(0, NptRegisters { asid: 0, ..npt }));
     assert!(matches!(hand.violation(), Some(Violation::BadRegisters { .. })));
+}
+
+/// A page of a real tree, used by a vCPU that then enters without doing what it was asked after `change`.
+fn unanswered<F: Modelled>(
+    format: F,
+    change: impl for<'m> FnOnce(
+        &Tree<'m, F, Model>,
+        &mut Participant<'m, Model>,
+        &mut Reserve<'m, Model>,
+    ),
+) -> Option<Violation> {
+    let builder = Model::builder().architecture(F::ARCHITECTURE).cpus(1).slots(2);
+    let model = builder.on_violation(OnViolation::Record).build().unwrap();
+    let memory = model.host_memory(BLOCK, Backing::AnonymousHugetlb { page_size: BLOCK }).unwrap();
+    {
+        let tree = Tree::new(&model, format, 3).unwrap();
+        let mut who = Participant::register(&model).unwrap();
+        let mut reserve = Reserve::new(&model);
+        reserve.top_up(8).unwrap();
+        let rw = tree.template(Attributes::RW).unwrap();
+        let (all, output) = (range(0, BLOCK), memory.page(0).unwrap().hpa);
+        tree.map(&who, &mut reserve, all, output, rw, Level::LAST).unwrap();
+        let mut vcpu = Participant::register(&model).unwrap();
+        let mut cpu = model.cpu(0, F::control_of(&tree)).unwrap();
+        vcpu.switch(tree.root());
+        cpu.attend(vcpu.index());
+        assert!(vcpu.enter().is_err());
+        tree.answer();
+        {
+            let _inside = vcpu.enter().unwrap();
+            cpu.write(Gpa(0), 1).unwrap();
+        }
+        change(&tree, &mut who, &mut reserve);
+        assert!(model.violation().is_none());
+        assert_eq!(vcpu.enter().err(), Some(Requests::INVALIDATE));
+        let _inside = vcpu.enter().unwrap();
+        let _ = cpu.write(Gpa(0), 2);
+    }
+    model.take_violation().map(|report| report.violation)
+}
+
+#[test]
+fn whatever_the_engine_takes_away_a_vcpu_that_does_not_answer_is_caught() {
+    let page = range(0, 4096);
+    let all = range(0, BLOCK);
+    for unanswered in [
+        unanswered(<Ept>::new(48).unwrap(), |tree, who, reserve| {
+            tree.unmap(who, reserve, page, Edges::Exact, |_| {}).unwrap();
+        }),
+        unanswered(Npt::new(48).unwrap(), |tree, who, _| {
+            tree.write_protect(who, page, |_| {}).unwrap();
+        }),
+        unanswered(<Ept>::new(48).unwrap(), |tree, who, _| {
+            // The tables of pages are freed, which its walk cache points to.
+            assert_eq!(tree.collapse(who, all, Level::TOP), Ok(1));
+            tree.reclaim(who);
+        }),
+        unanswered(Npt::new(52).unwrap(), |tree, who, reserve| {
+            tree.unmap(who, reserve, all, Edges::Exact, |_| {}).unwrap();
+            tree.reclaim(who);
+        }),
+    ] {
+        assert!(
+            matches!(unanswered, Some(Violation::NotInvalidated { cpu: 0, .. })),
+            "{unanswered:?}"
+        );
+    }
+}
+
+fn range(start: u64, size: u64) -> GpaRange {
+    GpaRange::new(Gpa(start), size).unwrap()
 }
