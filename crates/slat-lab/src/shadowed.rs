@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use slat::format::arm::{K4, Stage2};
+use slat::format::npt::Npt;
 use slat::{Gpa, GpaRange, Hpa};
-use slat_model::{HostMemory, LinearAccess, LongMode, LongModeCpu, Model};
+use slat_model::{Architecture, HostMemory, LinearAccess, LongMode, LongModeCpu, Model};
 use slat_shadow::rmap::ReverseMaps;
 use slat_shadow::{
     ErrorCode, GuestAccess, HostBytes, PagingMode, Root, Shadow, ShadowExit, ShadowOptions,
@@ -22,7 +22,7 @@ use crate::model::ModelHost;
 /// How the guests of the lab page.
 const MODE: PagingMode = PagingMode { smap: false, ..PagingMode::LONG };
 /// Address bits of the guest memory below.
-const GUEST_BITS: u32 = 40;
+const GUEST_BITS: u32 = 48;
 
 /// The host's memory, and the CPU whose translations go when the shadow says so.
 pub(crate) struct Below<'m> {
@@ -58,7 +58,7 @@ impl Ground {
         // The shadow's own, and those of the tree below.
         let tables = pages as u64 + bytes / (512 * 4096) * 2 + 4096;
         let model = Model::builder()
-            .page_shift(12)
+            .architecture(Architecture::Npt)
             .cpus(1)
             .slots(4)
             .table_limit(tables.min(1 << 24) as u32)
@@ -89,7 +89,7 @@ impl Ground {
         f: impl FnOnce(&mut Guest<'_, '_, R>) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         let run = |error: &dyn std::error::Error| Failure::Run(error.to_string());
-        let format = Stage2::<K4>::new(GUEST_BITS).map_err(|error| run(&error))?;
+        let format = Npt::new(GUEST_BITS).map_err(|error| run(&error))?;
         let vm_options =
             VmOptions { coherent_data: true, coherent_instructions: true, ..VmOptions::default() };
         let host = ModelHost::of(&self.memory);
@@ -137,7 +137,7 @@ pub(crate) struct Exits {
 
 /// The guest: what its CPU does, and what the hypervisor does for it.
 pub(crate) struct Guest<'a, 'm, R: ReverseMaps> {
-    vm: &'a Vm<'m, Stage2<K4>, Model, ModelHost>,
+    vm: &'a Vm<'m, Npt, Model, ModelHost>,
     vcpu: Vcpu<'m, Model>,
     worker: Worker<'m, Model>,
     pub(crate) shadow: Shadow<'m, Model, R>,

@@ -50,7 +50,9 @@ impl Maintenance for Ept {
     /// An EPT violation invalidates what was used to translate the address that caused it (SDM vol. 3, 29.4.3.1), on
     /// the CPU that took it; a vCPU that moves to another one invalidates there anyway.
     const FAULT_INVALIDATES: bool = true;
-    /// SDM vol. 3, 4.10.2.3 "Details of TLB Use": either size may be used.
+    /// SDM vol. 3, 5.10.2.3 "Details of TLB Use": either size may be used. CPUs whose `IA32_ARCH_CAPABILITIES` lacks
+    /// IF_PSCHANGE_MC_NO (bit 6) take a machine check if they fetch instructions from a page that they hold in both: an
+    /// embedder that runs on them makes no block executable.
     const RESIZES: bool = true;
 
     fn publish<M: Machine>(_: &M) {
