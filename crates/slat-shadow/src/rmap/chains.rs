@@ -41,6 +41,8 @@ struct Small {
 #[repr(C)]
 struct Large {
     count: u32,
+    /// Behind the last slot that is used, in its array.
+    end: NonNull<EntryRef>,
     /// Dangling where the count does not reach the tier.
     tiers: [NonNull<EntryRef>; TIERS],
     near: [EntryRef; NEAR],
@@ -172,17 +174,31 @@ unsafe fn slot(large: NonNull<Large>, position: usize) -> NonNull<EntryRef> {
     unsafe { (*large).tiers[(bits - NEAR_BITS) as usize].add(position & !(1 << bits)) }
 }
 
-/// Writes `entry` after the last.
+/// Behind the slot at `last`.
 ///
 /// # Safety
-/// As for [`slot`], with the count for the position.
-#[inline(always)]
-unsafe fn push(large: NonNull<Large>, entry: EntryRef) {
-    // SAFETY: the caller's promise; nobody else has a reference to the descriptor.
-    unsafe {
-        let count = (*large.as_ptr()).count as usize;
-        slot(large, count).write(entry);
-        (*large.as_ptr()).count += 1;
+/// As for [`slot`].
+#[inline]
+unsafe fn behind(large: NonNull<Large>, last: usize) -> NonNull<EntryRef> {
+    // SAFETY: the caller's promise; what is behind a slot may be the end of its array, and is not used then.
+    unsafe { slot(large, last).add(1) }
+}
+
+impl Chains {
+    /// Room behind the last of a large descriptor, all of whose arrays are full.
+    #[cold]
+    fn grow(&mut self, large: NonNull<Large>, count: usize) -> Result<(), AddError> {
+        if count == MAX_ENTRIES {
+            return Err(AddError::Full);
+        }
+        let tier = (count.ilog2() - NEAR_BITS) as usize;
+        let slots = self.0.take(TIER_CLASS + tier)?.cast();
+        // SAFETY: the caller's head owns the descriptor, and is borrowed for it alone.
+        unsafe {
+            (*large.as_ptr()).tiers[tier] = slots;
+            (*large.as_ptr()).end = slots;
+        }
+        Ok(())
     }
 }
 
@@ -222,9 +238,12 @@ impl ReverseMaps for Chains {
                 let large: NonNull<Large> = self.0.take(LARGE_CLASS)?.cast();
                 let mut near = [entry; NEAR];
                 near[..FEW].copy_from_slice(&few.slots);
-                let count = FEW as u32 + 1;
+                let (count, dangling) = (FEW as u32 + 1, NonNull::dangling());
                 // SAFETY: the block is ours, large enough and aligned.
-                unsafe { large.write(Large { count, tiers: [NonNull::dangling(); TIERS], near }) };
+                unsafe {
+                    large.write(Large { count, end: dangling, tiers: [dangling; TIERS], near });
+                    (*large.as_ptr()).end = behind(large, FEW);
+                }
                 // SAFETY: it was taken with this class when the head got it, and the head forgets it.
                 unsafe { self.0.put(small.cast(), SMALL_CLASS) };
                 head.0 = large.as_ptr().cast::<u8>().map_addr(|address| address | MANY);
@@ -233,17 +252,17 @@ impl ReverseMaps for Chains {
             Shape::Many(large) => {
                 // SAFETY: the head owns the descriptor, and is borrowed for us alone.
                 let count = unsafe { large.as_ref() }.count as usize;
-                if count >= NEAR && count.is_power_of_two() {
-                    if count == MAX_ENTRIES {
-                        return Err(AddError::Full);
-                    }
-                    let tier = (count.ilog2() - NEAR_BITS) as usize;
-                    let slots = self.0.take(TIER_CLASS + tier)?.cast();
-                    // SAFETY: as above.
-                    unsafe { (*large.as_ptr()).tiers[tier] = slots };
+                if count.is_power_of_two() && count >= NEAR {
+                    self.grow(large, count)?;
                 }
-                // SAFETY: as above; the tier of this position is there.
-                unsafe { push(large, entry) };
+                // SAFETY: as above. Arrays end where the count is a power of two; if this one did, it has been followed by
+                // another.
+                unsafe {
+                    let end = (*large.as_ptr()).end;
+                    end.write(entry);
+                    (*large.as_ptr()).end = end.add(1);
+                    (*large.as_ptr()).count = count as u32 + 1;
+                }
                 Ok(count)
             }
         }
@@ -290,15 +309,20 @@ impl ReverseMaps for Chains {
                 }
                 // SAFETY: as above.
                 let moved = unsafe {
-                    let moved = slot(large, last).read();
+                    let end = (*large.as_ptr()).end.sub(1);
+                    let moved = end.read();
                     hole.write(moved);
-                    (*large.as_ptr()).count -= 1;
+                    (*large.as_ptr()).end = end;
+                    (*large.as_ptr()).count = last as u32;
                     moved
                 };
                 if last.is_power_of_two() && last >= NEAR {
                     let tier = (last.ilog2() - NEAR_BITS) as usize;
                     // SAFETY: the tier was taken with this class when the count reached it, and no longer does.
-                    unsafe { self.0.put((*large.as_ptr()).tiers[tier].cast(), TIER_CLASS + tier) };
+                    unsafe {
+                        (*large.as_ptr()).end = behind(large, last - 1);
+                        self.0.put((*large.as_ptr()).tiers[tier].cast(), TIER_CLASS + tier);
+                    }
                 } else if last == 1 {
                     // SAFETY: one slot is left, which is written.
                     *head = Head::one(unsafe { slot(large, 0).read() });
