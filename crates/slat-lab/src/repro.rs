@@ -79,17 +79,26 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         None => Table::value_variants(),
     };
     let scale = if options.full { Scale::FULL } else { Scale::SMALL };
-    let sections = reproduce(tables, scale, options.only.is_some())?;
+    let published = Published::load()?;
     let mut out = io::stdout().lock();
+    let mut sections = Vec::new();
+    for table in tables {
+        let done = table.reproduce(&published, scale, options.only.is_some())?;
+        if !options.output.json {
+            // Each table takes a while.
+            for line in done.iter().flat_map(Section::lines) {
+                writeln!(out, "{line}")?;
+            }
+            out.flush()?;
+        }
+        sections.extend(done);
+    }
     if options.output.json {
         let cells = sections.iter().flat_map(|section| &section.cells).collect();
         let slat = sections.iter().flat_map(|section| &section.slat).collect();
         serde_json::to_writer(&mut out, &Report { cells, slat }).map_err(io::Error::from)?;
         writeln!(out)?;
     } else {
-        for line in sections.iter().flat_map(Section::lines) {
-            writeln!(out, "{line}")?;
-        }
         writeln!(out, "{}", verdict(&sections))?;
     }
     out.flush()?;
@@ -105,20 +114,16 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 /// # Errors
 /// A run broke off, or what is built in is wrong.
 pub(crate) fn all(scale: Scale) -> Result<Vec<Section>, Failure> {
-    reproduce(Table::value_variants(), scale, false)
-}
-
-/// `alone`: nothing else was asked for.
-fn reproduce(tables: &[Table], scale: Scale, alone: bool) -> Result<Vec<Section>, Failure> {
     let published = Published::load()?;
     let mut sections = Vec::new();
-    for table in tables {
-        sections.extend(table.reproduce(&published, scale, alone)?);
+    for table in Table::value_variants() {
+        sections.extend(table.reproduce(&published, scale, false)?);
     }
     Ok(sections)
 }
 
 impl Table {
+    /// `alone`: nothing else was asked for.
     fn reproduce(
         self,
         published: &Published,
