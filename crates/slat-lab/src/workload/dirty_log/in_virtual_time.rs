@@ -233,10 +233,13 @@ pub(super) fn run_and_print(
     let mut summary = vec!["Where time went, of all who worked in a phase:".to_owned()];
     summary.extend(found.iter().filter_map(shares));
     let mut notes = Vec::new();
-    if design.lock != MmuLock::None {
-        let what = "faults are counted in slat's engine, which does this design's work too; walks, in the design's visitors";
-        notes.push(what.to_owned());
-    }
+    let what = if design.lock != MmuLock::None {
+        "faults are counted in slat's engine, which does this design's work too; walks, in the design's visitors"
+    } else {
+        "the thread's walks pay for each step of the engine; those of older designs pay what theirs took on another CPU: \
+         compare populate and dirty with theirs, not clear"
+    };
+    notes.push(what.to_owned());
     if backing.pages == Pages::Base {
         notes.push("virtual time has transparent huge pages behind guest memory".to_owned());
     }
