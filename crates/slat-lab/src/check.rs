@@ -19,6 +19,22 @@ pub(crate) trait Findings: Serialize {
     }
 }
 
+/// What a workload finds that compares nothing.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) enum Unchecked {}
+
+impl Findings for Unchecked {
+    const CLEAN: &'static str = "";
+
+    fn compared(&self) -> String {
+        match *self {}
+    }
+
+    fn wrong(&self) -> Vec<(u64, &'static str)> {
+        match *self {}
+    }
+}
+
 /// The `check` of a report.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Check<F> {

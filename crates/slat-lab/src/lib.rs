@@ -8,6 +8,7 @@ use clap::{Parser, Subcommand};
 
 mod ab;
 mod arch;
+mod around;
 mod backing;
 mod check;
 mod compare;
@@ -33,6 +34,7 @@ mod size;
 mod soak;
 mod stage;
 mod table;
+mod trace;
 mod translations;
 mod virtual_time;
 mod workload;

@@ -12,6 +12,7 @@ use slat_vm::{
 };
 
 use crate::arch::Tables;
+use crate::around::Around;
 use crate::config::GuestConfig;
 use crate::crew;
 use crate::failure::Failure;
@@ -94,12 +95,14 @@ pub(crate) struct Equipment {
     pub(crate) dirty_ring: Option<u32>,
     /// Hardware keeps dirty state in the entries.
     pub(crate) hardware_dirty: bool,
+    /// How far a fault maps round its page, if the host has anything there at hand.
+    pub(crate) around: Option<Around>,
 }
 
 impl From<ModelHost> for Equipment {
-    /// Neither rings nor dirty state.
+    /// Neither rings nor dirty state, and the engine's own window.
     fn from(host: ModelHost) -> Self {
-        Self { host, dirty_ring: None, hardware_dirty: false }
+        Self { host, dirty_ring: None, hardware_dirty: false, around: None }
     }
 }
 
@@ -114,7 +117,7 @@ pub(crate) fn vm<'m, T: Tables>(
     options: &MachineOptions,
 ) -> Result<ModelVm<'m, T>, Failure> {
     let usage = |error: &dyn std::error::Error| Failure::Usage(error.to_string());
-    let Equipment { host, dirty_ring, hardware_dirty } = equipment;
+    let Equipment { host, dirty_ring, hardware_dirty, around } = equipment;
     let format = T::tables(layout.ipa_bits, options, hardware_dirty);
     let format = format.map_err(|error| usage(&error))?;
     let eager_split = layout.eager_split.chunk().map(|chunk| chunk.0);
@@ -128,6 +131,8 @@ pub(crate) fn vm<'m, T: Tables>(
         dirty_ring,
         ..VmOptions::default()
     };
+    let entries = (layout.page / 8) as u32;
+    let options = around.map_or(options, |around| around.options(entries, options));
     Vm::new(model, host, format, VMID, options).map_err(|error| usage(&error))
 }
 
@@ -178,6 +183,10 @@ impl fmt::Debug for ModelHost {
 impl Host for ModelHost {
     fn page(&self, hva: Hva, access: Access) -> Result<HostPage, HostError> {
         self.0.page(hva, access)
+    }
+
+    fn present(&self, hva: Hva) -> Option<HostPage> {
+        self.0.present(hva)
     }
 
     fn dirtied(&self, hva: Hva, size: u64) {

@@ -137,6 +137,12 @@ impl MachineOptions {
         self.clock.unwrap_or(default)
     }
 
+    /// A machine with tables of 4K and what it has if nobody says anything.
+    pub(crate) fn plain(arch: Arch) -> Self {
+        let (granule, ipa_bits, fwb) = (GranuleSize::K4, None, false);
+        Self { arch, granule, ipa_bits, fwb, hardware_access: None, clock: None }
+    }
+
     /// Whether hardware sets the access flag, if no log asks for more.
     pub(crate) fn hardware_access(&self) -> bool {
         self.hardware_access.map_or(self.arch.has_flags(), |switch| switch == Switch::On)

@@ -8,11 +8,11 @@ use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::options::OutputOptions;
-use crate::virtual_time::profile::Kind;
 
 mod cell;
 mod faults;
 mod forks;
+mod prefetch;
 mod published;
 mod series;
 mod walked;
@@ -22,19 +22,19 @@ pub(crate) use cell::{Cell, Section, SlatCell};
 pub(crate) use faults::Scale;
 pub(crate) use series::{Pass, Point, Series};
 
-use published::{Later, Published};
+use published::Published;
 
 /// What follows the options in `--help`.
 pub(crate) const LONG_HELP: &str = "\
 A cell is calibrated if a number of the machine's profile was adjusted to it (at most four a machine), fitted if that is \
-all that is known of the machine, and predicted otherwise. Tolerances are per cent of seconds, and points of per cent. A \
+all that is known of the machine, and predicted otherwise. Tolerances are per cent of seconds and of counts, and points of per cent. A \
 cell that is out of tolerance for a reason has it beside it and is not claimed. slat's cells are intervals where the host's \
 memory-map lock matters: kept .. gone.
 
 --json prints {\"cells\": [{\"table\", \"cell\", \"unit\", \"published\", \"ours\", \"kind\", \"tolerance\", \"ok\", \
-\"note\"}], \"slat\": [{\"table\", \"cell\", \"ours\", \"note\"}]}; \"ours\" of slat is a number, or [kept, gone]. What is \
-not reproduced yet has null for figures. Virtual time gives the same figures at every run; rmap-counter, which is measured \
-on the real clock, is left out unless it is asked for.
+\"note\"}], \"slat\": [{\"table\", \"cell\", \"ours\", \"note\"}]}; \"ours\" of slat is a number, or [kept, gone]. Virtual \
+time gives the same figures at every run, and so do the faults that trailing-prefetch counts; rmap-counter, which is \
+measured on the real clock, is left out unless it is asked for.
 
 Exit status: 0 done; 1 a claimed cell is out of tolerance; 2 the command makes no sense.";
 
@@ -147,28 +147,10 @@ impl Table {
             Self::RmapCounter if alone => Ok(vec![forks::reproduce(&published.rmap_counter)?]),
             Self::RmapCounter => Ok(vec![forks::elsewhere(&published.rmap_counter)]),
             Self::TrailingPrefetch => {
-                Ok(vec![later("trailing-prefetch", &published.trailing_prefetch)])
+                Ok(vec![prefetch::reproduce(&published.trailing_prefetch, scale.is_full())?])
             }
         }
     }
-}
-
-/// The place of a table that is not reproduced.
-fn later(table: &'static str, published: &Later) -> Section {
-    let cell = Cell {
-        table,
-        cell: "all".to_owned(),
-        unit: "",
-        published: None,
-        ours: None,
-        kind: Kind::Predicted,
-        tolerance: 0.0,
-        ok: false,
-        note: "not yet".to_owned(),
-        claimed: false,
-    };
-    let head = vec![format!("{table}: {}", published.source)];
-    Section { head, cells: vec![cell], ..Section::default() }
 }
 
 /// How many claimed cells are out of tolerance.

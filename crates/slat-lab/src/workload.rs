@@ -5,6 +5,8 @@ use clap::Subcommand;
 use crate::failure::Failure;
 
 mod access_tracking;
+mod app;
+mod boot;
 mod demand_paging;
 mod dirty_log;
 mod dirty_log_test;
@@ -13,7 +15,9 @@ mod memslot_stress;
 mod mmu_stress;
 mod page_table;
 mod pre_fault;
+pub(crate) mod replay;
 pub(crate) mod rmap_fork;
+pub(crate) mod touch;
 
 /// Everything that is said about each workload: its variant and module, its name on the command line, the kernel's test
 /// whose options and phases it has, and what it does.
@@ -71,6 +75,9 @@ workloads! {
     MmuStress(mmu_stress) "mmu-stress", as "mmu_stress_test":
         "Write all memory while the host makes it read-only and writable"
     RmapFork(rmap_fork) "rmap-fork", as "rmap_fork": "Fork many processes of a guest whose tables are shadowed"
+    Touch(touch) "touch", as "trailing prefetch": "Touch the first byte of every page"
+    Boot(boot) "boot", as "trailing prefetch": "Touch the pages that a guest touched as it booted"
+    App(app) "app", as "trailing prefetch": "Touch the pages that a guest touched with an application"
 }
 
 impl Workload {

@@ -96,13 +96,36 @@ impl Cell {
         Self { table, cell, unit, published, ours, kind, tolerance: points, ok, note, claimed }
     }
 
+    /// A number of faults, to be within `percent` of what was published.
+    pub(crate) fn count(
+        name: (&'static str, String, Kind),
+        figures: (f64, f64),
+        percent: f64,
+        note: String,
+    ) -> Self {
+        Self { unit: "faults", note, ..Self::seconds(name, figures, percent, None) }
+    }
+
+    /// A number of faults, to be less than what was published.
+    pub(crate) fn less(
+        (table, cell, kind): (&'static str, String, Kind),
+        (published, ours): (f64, f64),
+        note: String,
+    ) -> Self {
+        let ok = ours < published;
+        let (published, ours, tolerance) = (Some(published), Some(ours), 0.0);
+        let (unit, claimed) = ("faults", true);
+        Self { table, cell, unit, published, ours, kind, tolerance, ok, note, claimed }
+    }
+
     /// Published, ours, the difference, the kind, and whether it is within tolerance, as text.
     pub(crate) fn figures(&self) -> [String; 5] {
         let figure = |figure: Option<f64>| {
-            figure.map_or("-".to_owned(), |figure| format!("{figure:.2} {}", self.unit))
+            let digits = if self.unit == "faults" { 0 } else { 2 };
+            figure.map_or("-".to_owned(), |figure| format!("{figure:.digits$} {}", self.unit))
         };
         let difference = match (self.published, self.ours, self.unit) {
-            (Some(published), Some(ours), "s") => {
+            (Some(published), Some(ours), "s" | "faults") => {
                 format!("{:+.1} %", (ours / published - 1.0) * 100.0)
             }
             (Some(published), Some(ours), _) => format!("{:+.1} points", ours - published),

@@ -30,6 +30,11 @@ impl Scale {
     #[cfg(test)]
     pub(crate) const TINY: Self = Self { bytes: 2 << 20, many: (64, 2 << 20), all_many: true };
 
+    /// Whether it is the published size.
+    pub(crate) fn is_full(self) -> bool {
+        self.bytes == PUBLISHED
+    }
+
     /// The same, with as many vCPUs in every design as in slat's.
     pub(crate) fn with_all_many(self) -> Self {
         Self { all_many: true, ..self }

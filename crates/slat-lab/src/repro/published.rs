@@ -15,7 +15,7 @@ pub(crate) struct Published {
     pub(crate) skip_levels: SkipLevels,
     pub(crate) move_barrier: MoveBarrier,
     pub(crate) rmap_counter: RmapCounter,
-    pub(crate) trailing_prefetch: Later,
+    pub(crate) trailing_prefetch: TrailingPrefetch,
 }
 
 /// Seconds by vCPUs.
@@ -85,10 +85,38 @@ pub(crate) struct ReverseMaps {
     pub(crate) slots_14_counter: f64,
 }
 
-/// A table that is not reproduced yet.
 #[derive(Clone, Debug, Deserialize)]
-pub(crate) struct Later {
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct TrailingPrefetch {
     pub(crate) source: String,
+    pub(crate) touch_6g: Touch,
+    pub(crate) boot: Exits,
+    pub(crate) app: Exits,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Touch {
+    pub(crate) faults: Bound,
+}
+
+/// Faults before, and what there were less of after.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Bound {
+    pub(crate) before: f64,
+    pub(crate) after_less_than: f64,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(crate) struct Exits {
+    pub(crate) before: Stats,
+    pub(crate) after: Stats,
+}
+
+/// Of what the kernel's perf tool prints for EPT violations, how many there were.
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(crate) struct Stats {
+    pub(crate) samples: f64,
 }
 
 impl Published {

@@ -114,6 +114,7 @@ fn measure<T: Tables>(
         host: ModelHost::of(ground.memory),
         dirty_ring: config.ring_entries,
         hardware_dirty: config.log == LogKind::Hardware,
+        around: None,
     };
     let ended = ground.play_on::<T, _, _>(equipment, writers, 1 + config.iterations, |stage| {
         let log = || Log::new(ground.layout);

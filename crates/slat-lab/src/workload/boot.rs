@@ -1,0 +1,13 @@
+//! `slat boot`: a guest touches what one touched that booted.
+
+pub(crate) use super::replay::{LONG_HELP, Options};
+use crate::failure::Failure;
+use crate::trace::BOOT;
+
+/// Runs the workload and prints its report.
+///
+/// # Errors
+/// See [`Failure`].
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    super::replay::run("boot", BOOT, options)
+}
