@@ -11,6 +11,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::exits::Exits;
 use crate::failure::Failure;
 use crate::guest::{GuestMemory, Order, Pass, Program, Pulse, Watch};
 use crate::report::Counters;
@@ -22,6 +23,11 @@ const LOOK_UP: Duration = Duration::from_millis(100);
 pub(crate) trait Vcpu: GuestMemory<Error: Display> + Send {
     /// What it has done since it was made.
     fn counters(&self) -> Counters;
+
+    /// What it left the guest for since this was last asked, if that is noted.
+    fn take_exits(&mut self) -> Option<Exits> {
+        None
+    }
 }
 
 /// What runs on a vCPU.
@@ -65,7 +71,7 @@ impl Board {
 struct Done {
     index: usize,
     at: Instant,
-    result: Result<Counters, String>,
+    result: Result<(Counters, Option<Exits>), String>,
 }
 
 /// A vCPU could not go on.
@@ -90,6 +96,7 @@ pub(crate) struct Crew<'scope, P: Guest = Program> {
     done: Receiver<Done>,
     threads: Vec<ScopedJoinHandle<'scope, P>>,
     counters: Vec<Counters>,
+    exits: Option<Exits>,
 }
 
 impl<'scope, P: Guest> Crew<'scope, P> {
@@ -107,7 +114,8 @@ impl<'scope, P: Guest> Crew<'scope, P> {
         P::Order: 'scope,
     {
         let (report, done) = mpsc::channel();
-        let mut crew = Self { board, tasks: vec![], done, threads: vec![], counters: vec![] };
+        let mut crew =
+            Self { board, tasks: vec![], done, threads: vec![], counters: vec![], exits: None };
         for (index, (vcpu, program)) in vcpus.into_iter().enumerate() {
             let (task, tasks) = mpsc::channel();
             let messenger = Messenger { index, report: report.clone() };
@@ -147,7 +155,11 @@ impl<'scope, P: Guest> Crew<'scope, P> {
         while running > 0 {
             match self.done.recv_timeout(LOOK_UP) {
                 Ok(Done { index, at, result }) => {
-                    self.counters[index] = result.map_err(|why| Stopped { index, why })?;
+                    let (counters, exits) = result.map_err(|why| Stopped { index, why })?;
+                    self.counters[index] = counters;
+                    if let Some(exits) = exits {
+                        self.exits.get_or_insert_default().add(&exits);
+                    }
                     last = last.max(Some(at));
                     running -= 1;
                 }
@@ -200,6 +212,11 @@ impl<'scope, P: Guest> Crew<'scope, P> {
         self.counters.iter().copied().sum()
     }
 
+    /// What vCPUs left their guests for, since this was last asked and up to the last [`wait`](Self::wait).
+    pub(crate) fn take_exits(&mut self) -> Option<Exits> {
+        self.exits.take()
+    }
+
     /// Ends the threads and gives their programs back, in order.
     ///
     /// # Errors
@@ -242,7 +259,7 @@ struct Messenger {
 }
 
 impl Messenger {
-    fn send(&self, result: Result<Counters, String>) {
+    fn send(&self, result: Result<(Counters, Option<Exits>), String>) {
         // Whoever waited may have given up.
         let _ = self.report.send(Done { index: self.index, at: Instant::now(), result });
     }
@@ -268,7 +285,7 @@ fn work<V: Vcpu, P: RunOn<V>>(
     while let Ok(order) = tasks.recv() {
         let result = program.run(&mut vcpu, order, watch);
         let failed = result.is_err();
-        messenger.send(result.map(|()| vcpu.counters()));
+        messenger.send(result.map(|()| (vcpu.counters(), vcpu.take_exits())));
         if failed {
             break;
         }

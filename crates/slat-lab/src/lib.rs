@@ -15,6 +15,7 @@ mod compare;
 mod config;
 mod contents;
 mod crew;
+mod exits;
 mod explain;
 mod failure;
 mod granule;

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Instant;
 
 use slat::{Gpa, GpaRange, Hpa, Machine};
 use slat_model::{Architecture, Cpu, Features, HostMemory, HostMemoryError, Model, OnViolation};
@@ -15,6 +16,7 @@ use crate::arch::Tables;
 use crate::around::Around;
 use crate::config::GuestConfig;
 use crate::crew;
+use crate::exits::Exits;
 use crate::failure::Failure;
 use crate::guest::GuestMemory;
 use crate::layout::Layout;
@@ -244,6 +246,8 @@ pub(crate) struct ModelVcpu<'a, 'm, T: Tables> {
     vcpu: Vcpu<'m, Model>,
     /// The CPU knows whose gate it is behind.
     attended: bool,
+    /// What it left the guest for since that was last asked, if anybody asks.
+    exits: Option<Box<Exits>>,
 }
 
 /// Why a guest's access could not be completed.
@@ -267,7 +271,12 @@ impl<'a, 'm, T: Tables> ModelVcpu<'a, 'm, T> {
         let tree = vm.tree();
         let cpu = vm.machine().cpu(index, T::control_of(tree));
         let cpu = cpu.ok_or_else(|| Failure::Run(format!("the machine has no CPU {index}")))?;
-        Ok(Self { vm, cpu, vcpu, attended: false })
+        Ok(Self { vm, cpu, vcpu, attended: false, exits: None })
+    }
+
+    /// Notes from now on what it leaves the guest for.
+    pub(crate) fn note_exits(&mut self) {
+        self.exits = Some(Box::default());
     }
 
     /// Maps memory ahead of any access, as far as `go_on` agrees.
@@ -311,7 +320,7 @@ impl<'a, 'm, T: Tables> ModelVcpu<'a, 'm, T> {
     #[cold]
     fn mend(&mut self, fault: slat_model::Fault) -> Result<(), Broken> {
         let mendable = self::fault(fault).ok_or(Broken::Hardware(fault))?;
-        match self.vcpu.fault(self.vm, mendable)? {
+        match self.handle(mendable)? {
             Exit::Resume => Ok(()),
             Exit::Retry => {
                 // Whoever is in the way may need the processor.
@@ -320,6 +329,19 @@ impl<'a, 'm, T: Tables> ModelVcpu<'a, 'm, T> {
             }
             exit => Err(Broken::Exit(exit)),
         }
+    }
+
+    /// What the hypervisor does outside of the guest.
+    fn handle(&mut self, fault: slat_vm::Fault) -> Result<Exit, FaultError> {
+        let Self { vm, vcpu, exits: Some(exits), .. } = self else {
+            return self.vcpu.fault(self.vm, fault);
+        };
+        let mapped = |vcpu: &Vcpu<'_, Model>| vcpu.statistics().fixed + vcpu.statistics().ahead;
+        let (before, start) = (mapped(vcpu), Instant::now());
+        let outcome = vcpu.fault(vm, fault);
+        let took = (start.elapsed(), mapped(vcpu) - before);
+        exits.note(T::ARCHITECTURE, fault.kind, &outcome, took);
+        outcome
     }
 }
 
@@ -351,6 +373,10 @@ impl<T: Tables> crew::Vcpu for ModelVcpu<'_, '_, T> {
     fn counters(&self) -> Counters {
         let engine = engine(&self.vcpu.participant().counters);
         Counters { faults: self.vcpu.statistics().faults, ..engine }
+    }
+
+    fn take_exits(&mut self) -> Option<Exits> {
+        self.exits.as_deref_mut().map(std::mem::take)
     }
 }
 

@@ -129,6 +129,10 @@ pub(crate) struct MachineOptions {
     /// real: threads, wall time, real memory; virtual: costs of a profile, where the workload has it [default: real]
     #[arg(long, value_enum, value_name = "real|virtual", hide_possible_values = true)]
     clock: Option<Clock>,
+
+    /// Statistics of exits from guests, as the kernel's perf tool prints them: by reason, how many and how long
+    #[arg(long, help_heading = "Output")]
+    pub(crate) exits: bool,
 }
 
 impl MachineOptions {
@@ -140,7 +144,7 @@ impl MachineOptions {
     /// A machine with tables of 4K and what it has if nobody says anything.
     pub(crate) fn plain(arch: Arch) -> Self {
         let (granule, ipa_bits, fwb) = (GranuleSize::K4, None, false);
-        Self { arch, granule, ipa_bits, fwb, hardware_access: None, clock: None }
+        Self { arch, granule, ipa_bits, fwb, hardware_access: None, clock: None, exits: false }
     }
 
     /// Whether hardware sets the access flag, if no log asks for more.

@@ -6,10 +6,20 @@ use std::io::{self, Write};
 use serde::Serialize;
 
 use crate::check::Findings;
+use crate::exits::Exits;
 use crate::failure::Failure;
 use crate::options::{OrHelp, OutputOptions};
 use crate::report::Report;
 use crate::table;
+
+/// A report with what its phases have together.
+#[derive(Serialize)]
+struct Whole<'a, T> {
+    #[serde(flatten)]
+    report: &'a T,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    exits: Option<Exits>,
+}
 
 /// Prints a report as it was asked for.
 ///
@@ -21,7 +31,8 @@ pub(crate) fn print<C: Serialize + Display, R: Serialize, F: Findings>(
 ) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     if options.json {
-        serde_json::to_writer(&mut out, report).map_err(io::Error::from)?;
+        let whole = Whole { report, exits: report.exits() };
+        serde_json::to_writer(&mut out, &whole).map_err(io::Error::from)?;
         writeln!(out)?;
     } else {
         writeln!(out, "slat {}: {}", report.workload, report.config)?;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::check::Check;
+use crate::exits::Exits;
 
 /// Everything about one run: what was asked for, what else than time it measured, and what its check found.
 #[derive(Clone, Debug, Serialize)]
@@ -33,6 +34,17 @@ pub(crate) struct Report<C, R, F> {
     pub(crate) check: Option<Check<F>>,
 }
 
+impl<C, R, F> Report<C, R, F> {
+    /// What vCPUs left their guests for in all phases together, if that was noted.
+    pub(crate) fn exits(&self) -> Option<Exits> {
+        let noted = self.phases.iter().filter_map(|phase| phase.exits);
+        noted.reduce(|mut all, exits| {
+            all.add(&exits);
+            all
+        })
+    }
+}
+
 /// One phase.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Phase {
@@ -41,6 +53,9 @@ pub(crate) struct Phase {
     pub(crate) iteration: Option<u32>,
     pub(crate) seconds: f64,
     pub(crate) counters: Counters,
+    /// What vCPUs left their guests for, with `--exits`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) exits: Option<Exits>,
 }
 
 impl Phase {
@@ -50,7 +65,7 @@ impl Phase {
         took: Duration,
         counters: Counters,
     ) -> Self {
-        Self { name, iteration, seconds: took.as_secs_f64(), counters }
+        Self { name, iteration, seconds: took.as_secs_f64(), counters, exits: None }
     }
 }
 

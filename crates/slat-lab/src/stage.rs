@@ -113,7 +113,13 @@ impl<'m> Ground<'m> {
         let worker = vm.worker().map_err(|error| broken(&error))?;
         let accesses: u64 = programs.iter().map(Guest::accesses).sum();
         let board = Board::new(programs.len(), model.is_checked());
-        let vcpu = |(index, program)| Ok((ModelVcpu::new(&vm, index)?, program));
+        let vcpu = |(index, program)| {
+            let mut vcpu = ModelVcpu::new(&vm, index)?;
+            if machine.exits {
+                vcpu.note_exits();
+            }
+            Ok((vcpu, program))
+        };
         let vcpus = programs.into_iter().enumerate().map(vcpu);
         let vcpus = vcpus.collect::<Result<Vec<_>, Failure>>()?;
         let rings = vcpus.iter().filter_map(|(vcpu, _)| vcpu.dirty_ring()).collect();
@@ -223,7 +229,9 @@ impl<'m, T: Tables, P: Guest> Stage<'_, 'm, T, P> {
     /// Notes a phase that took so long, with everything that was done since the one before.
     pub(crate) fn end(&mut self, name: &'static str, iteration: Option<u32>, took: Duration) {
         let now = self.counters();
-        self.phases.push(Phase::new(name, iteration, took, now - self.before));
+        let exits = self.crew.take_exits();
+        let phase = Phase::new(name, iteration, took, now - self.before);
+        self.phases.push(Phase { exits, ..phase });
         self.before = now;
     }
 
@@ -232,6 +240,9 @@ impl<'m, T: Tables, P: Guest> Stage<'_, 'm, T, P> {
         let now = self.counters();
         if let Some(phase) = self.phases.last_mut() {
             phase.counters = phase.counters + (now - self.before);
+            if let Some(exits) = self.crew.take_exits() {
+                phase.exits.get_or_insert_default().add(&exits);
+            }
         }
         self.before = now;
     }

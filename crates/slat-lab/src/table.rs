@@ -55,6 +55,9 @@ pub(crate) fn print<C, R, F: Findings>(
     if !report.summary.is_empty() {
         writeln!(out, "\n{}", report.summary.join("\n"))?;
     }
+    if let Some(exits) = report.exits() {
+        writeln!(out, "\n{}", exits.lines().join("\n"))?;
+    }
     if let Some(check) = &report.check {
         writeln!(out)?;
         for line in check.verdict() {
@@ -102,7 +105,7 @@ mod tests {
 
     fn phase(name: &'static str, iteration: Option<u32>, faults: u64) -> Phase {
         let counters = Counters { faults, ..Counters::default() };
-        Phase { name, iteration, seconds: 0.25, counters }
+        Phase { name, iteration, seconds: 0.25, counters, exits: None }
     }
 
     #[test]

@@ -276,7 +276,7 @@ pub(super) fn run_and_explain(
 
 fn counted(phase: &Phase) -> report::Phase {
     let &Phase { name, iteration, took, counters, .. } = phase;
-    report::Phase { name, iteration, seconds: took.as_seconds(), counters }
+    report::Phase { name, iteration, seconds: took.as_seconds(), counters, exits: None }
 }
 
 /// Says why something that was asked for cannot be had in virtual time.
@@ -311,6 +311,7 @@ fn refuse(options: &Options, backing: Backing, mode: GuestMode) -> Result<(), Fa
         (machine.arch != Arch::Arm, "--arch: profiles are of Arm machines"),
         (machine.granule != GranuleSize::K4, "--granule: profiles are of 4K tables"),
         (machine.ipa_bits.is_some(), "--ipa-bits: virtual time has 44 of them"),
+        (machine.exits, "--exits: what an exit takes here is in the costs of the profile"),
         (machine.fwb, "--fwb: --maintenance none is the same here"),
         (machine.hardware_access(), "--hardware-access: no fault here is of the access flag"),
     ];
