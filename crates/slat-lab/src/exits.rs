@@ -9,7 +9,7 @@ use slat_vm::{Exit, FaultError, FaultKind};
 
 /// Why a vCPU left. What a fault turned out to be comes before how hardware called it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Reason {
+pub(crate) enum Reason {
     Translation,
     Permission,
     AccessFlag,
@@ -20,9 +20,17 @@ enum Reason {
     Convert,
     Abort,
     Failed,
+    /// Those of a guest whose tables are shadowed: what the shadow lacked, what the guest has to see to itself, what lies
+    /// below it, and what it tells its CPU.
+    ShadowFault,
+    GuestFault,
+    SecondLevel,
+    EmulatedStore,
+    RootLoad,
+    PageInvalidation,
 }
 
-const REASONS: [Reason; 10] = [
+const REASONS: [Reason; 16] = [
     Reason::Translation,
     Reason::Permission,
     Reason::AccessFlag,
@@ -33,6 +41,12 @@ const REASONS: [Reason; 10] = [
     Reason::Convert,
     Reason::Abort,
     Reason::Failed,
+    Reason::ShadowFault,
+    Reason::GuestFault,
+    Reason::SecondLevel,
+    Reason::EmulatedStore,
+    Reason::RootLoad,
+    Reason::PageInvalidation,
 ];
 
 impl Reason {
@@ -63,6 +77,12 @@ impl Reason {
             Self::Convert => "convert",
             Self::Abort => "abort",
             Self::Failed => "failed",
+            Self::ShadowFault => "shadow fault",
+            Self::GuestFault => "guest's page fault",
+            Self::SecondLevel => "second-level fault",
+            Self::EmulatedStore => "emulated store",
+            Self::RootLoad => "CR3 load",
+            Self::PageInvalidation => "INVLPG",
         }
     }
 }
@@ -138,7 +158,11 @@ impl Exits {
         outcome: &Result<Exit, FaultError>,
         (took, pages): (Duration, u64),
     ) {
-        let reason = Reason::of(architecture, kind, outcome);
+        self.note_for(Reason::of(architecture, kind, outcome), (took, pages));
+    }
+
+    /// As [`note`](Self::note), for a reason that is known.
+    pub(crate) fn note_for(&mut self, reason: Reason, (took, pages): (Duration, u64)) {
         self.0[reason as usize].add(&Tally::one(took.as_secs_f64() * 1e9, pages));
     }
 

@@ -16,6 +16,7 @@ use slat_shadow::{
 };
 use slat_vm::{Access, Exit, Fault, FaultKind, Hva, SlotConfig, Vcpu, Vm, VmOptions, Worker};
 
+use crate::exits::{Exits, Reason};
 use crate::failure::Failure;
 use crate::model::ModelHost;
 
@@ -112,15 +113,16 @@ impl Ground {
             bytes: &bytes,
             root: None,
             exit_time,
-            exits: Exits::default(),
+            exits: ExitCounts::default(),
+            noted: None,
         };
         f(&mut guest)
     }
 }
 
-/// Why the guest was left.
+/// How often the guest was left, and why.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize)]
-pub(crate) struct Exits {
+pub(crate) struct ExitCounts {
     /// Page faults of the CPU, whosever they are.
     pub(crate) page_faults: u64,
     /// Those that the guest has to handle itself.
@@ -144,24 +146,39 @@ pub(crate) struct Guest<'a, 'm, R: ReverseMaps> {
     bytes: &'a Below<'m>,
     root: Option<(u64, Root)>,
     exit_time: Duration,
-    pub(crate) exits: Exits,
+    pub(crate) exits: ExitCounts,
+    /// With their times, if somebody wants to know.
+    pub(crate) noted: Option<Box<Exits>>,
 }
 
 impl<R: ReverseMaps> Guest<'_, '_, R> {
     /// The CPU loads `CR3`.
     pub(crate) fn load(&mut self, cr3: u64) -> Result<(), Failure> {
         self.exits.roots += 1;
-        self.leave();
-        self.reload(cr3)
+        let left = self.leave();
+        self.reload(cr3)?;
+        self.note(Reason::RootLoad, left);
+        Ok(())
     }
 
-    /// What hardware takes to leave the guest and to enter it again.
-    fn leave(&self) {
+    /// What hardware takes to leave the guest and to enter it again. Gives when that was, and what was mapped by then, for
+    /// [`note`](Self::note).
+    fn leave(&self) -> Option<(Instant, u64)> {
+        let left = self.noted.is_some().then(|| (Instant::now(), self.shadow.statistics().mapped));
         if !self.exit_time.is_zero() {
             let start = Instant::now();
             while start.elapsed() < self.exit_time {
                 hint::spin_loop();
             }
+        }
+        left
+    }
+
+    /// An exit ends.
+    fn note(&mut self, reason: Reason, left: Option<(Instant, u64)>) {
+        if let (Some(noted), Some((start, mapped))) = (&mut self.noted, left) {
+            let pages = self.shadow.statistics().mapped - mapped;
+            noted.note_for(reason, (start.elapsed(), pages));
         }
     }
 
@@ -181,12 +198,13 @@ impl<R: ReverseMaps> Guest<'_, '_, R> {
     /// The CPU invalidates one page.
     pub(crate) fn invalidate(&mut self, gva: u64) {
         self.exits.invalidations += 1;
-        self.leave();
+        let left = self.leave();
         let memory = VmMemory { vm: self.vm, who: self.worker.participant(), bytes: self.bytes };
         if let Some((_, root)) = &self.root {
             self.shadow.invalidate_page(&memory, root, gva);
         }
         self.bytes.cpu.borrow_mut().invalidate(gva);
+        self.note(Reason::PageInvalidation, left);
     }
 
     /// The word at `gva`, or the guest's own fault.
@@ -233,7 +251,7 @@ impl<R: ReverseMaps> Guest<'_, '_, R> {
                 return Ok(Ok(word.load(Ordering::Acquire)));
             }
             self.exits.page_faults += 1;
-            self.leave();
+            let left = self.leave();
             let memory =
                 VmMemory { vm: self.vm, who: self.worker.participant(), bytes: self.bytes };
             let exit = self
@@ -241,18 +259,24 @@ impl<R: ReverseMaps> Guest<'_, '_, R> {
                 .fault(&memory, root, gva, access)
                 .map_err(|error| Failure::Run(format!("a page fault: {error}")))?;
             match exit {
-                ShadowExit::Resume | ShadowExit::Retry => {}
-                ShadowExit::ReloadRoot => self.reload(cr3)?,
+                ShadowExit::Resume | ShadowExit::Retry => self.note(Reason::ShadowFault, left),
+                ShadowExit::ReloadRoot => {
+                    self.reload(cr3)?;
+                    self.note(Reason::ShadowFault, left);
+                }
                 ShadowExit::PageFault(code) => {
                     self.exits.injected += 1;
+                    self.note(Reason::GuestFault, left);
                     return Ok(Err(code));
                 }
                 ShadowExit::SecondLevel { gpa, access, permission } => {
                     self.second_level(gpa, access, permission)?;
+                    self.note(Reason::SecondLevel, left);
                 }
                 ShadowExit::EmulateWrite { gpa } => {
                     self.exits.emulated += 1;
                     self.emulate(Gpa(gpa.0 & !7), value)?;
+                    self.note(Reason::EmulatedStore, left);
                     return Ok(Ok(value));
                 }
                 other => return Err(Failure::Run(format!("no way to go on after {other:?}"))),

@@ -76,6 +76,27 @@ fn reasons_are_those_of_the_architecture_and_of_what_was_found() {
 }
 
 #[test]
+fn a_guest_whose_tables_are_shadowed_has_reasons_of_its_own() {
+    let report = report("rmap-fork 20 -b 128K -w 10 --exits");
+    let expected = [
+        "CR3 load",
+        "INVLPG",
+        "emulated store",
+        "guest's page fault",
+        "second-level fault",
+        "shadow fault",
+    ];
+    let mut found = reasons(&report);
+    found.sort_unstable();
+    assert_eq!(found, expected);
+    let faults = rows(&report)
+        .iter()
+        .filter(|row| !matches!(row["reason"].as_str(), Some("CR3 load" | "INVLPG")));
+    let faults: u64 = faults.map(|row| row["samples"].as_u64().unwrap()).sum();
+    assert_eq!(faults, report["counters"]["faults"].as_u64().unwrap());
+}
+
+#[test]
 fn an_exit_maps_a_page_or_the_whole_window() {
     for (around, pages) in [("closed-runs", 1.0), ("8", 8.0)] {
         let report = report(&format!("touch --size 2M --arch ept --fault-around {around} --exits"));

@@ -10,7 +10,7 @@ use crate::check::{Check, Findings};
 use crate::failure::Failure;
 use crate::output;
 use crate::report::{Counters, Phase, Report};
-use crate::shadowed::{Exits, Ground, Guest};
+use crate::shadowed::{ExitCounts, Ground, Guest};
 
 mod kernel;
 mod options;
@@ -24,7 +24,7 @@ use slots::{Counted, Searched, Slots};
 /// What only this workload measures.
 #[derive(Clone, Debug, Serialize)]
 struct Results {
-    exits: Exits,
+    exit_counts: ExitCounts,
     shadow: Counts,
     /// While all children live.
     reverse_maps: Vec<Lengths>,
@@ -197,7 +197,7 @@ impl<R: ReverseMaps> Run<'_, '_, '_, '_, R> {
             descriptor_bytes,
         };
         let results =
-            Results { exits: self.guest.exits, shadow, reverse_maps: lengths(&histogram) };
+            Results { exit_counts: self.guest.exits, shadow, reverse_maps: lengths(&histogram) };
         Ok(Ended { phases: self.phases, results, found: self.found })
     }
 
@@ -213,12 +213,16 @@ impl<R: ReverseMaps> Run<'_, '_, '_, '_, R> {
         name: &'static str,
         work: impl FnOnce(&mut Self) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
+        // Those of checks between the phases are nobody's.
+        self.guest.noted = self.config.exits.then(Box::default);
         let before = self.guest.exits.page_faults;
         let start = Instant::now();
         let done = work(self)?;
         let took = start.elapsed();
         let faults = self.guest.exits.page_faults - before;
-        self.phases.push(Phase::new(name, None, took, Counters { faults, ..Counters::default() }));
+        let phase = Phase::new(name, None, took, Counters { faults, ..Counters::default() });
+        let exits = self.guest.noted.as_deref_mut().map(std::mem::take);
+        self.phases.push(Phase { exits, ..phase });
         Ok(done)
     }
 }
@@ -243,7 +247,7 @@ fn bucket(number: usize) -> String {
 impl Results {
     /// What people look for first.
     fn lines(&self) -> Vec<String> {
-        let exits = &self.exits;
+        let exits = &self.exit_counts;
         let mut lines = vec![
             format!(
                 "exits: {} page faults ({} the guest's own, {} of the memory below), {} stores emulated, {} roots, {} pages \
@@ -269,7 +273,7 @@ impl Results {
             "frames by mappings, while all children live:".to_owned(),
         ];
         let row = |name: &str, cells: Vec<String>| {
-            let cells: Vec<_> = cells.iter().map(|cell| format!("{cell:>8}")).collect();
+            let cells: Vec<_> = cells.iter().map(|cell| format!("{cell:>9}")).collect();
             format!("{name:>4}{}", cells.join(""))
         };
         if let Some(first) = self.reverse_maps.first() {

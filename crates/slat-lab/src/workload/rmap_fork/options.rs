@@ -72,6 +72,10 @@ pub(crate) struct Options {
     #[arg(long, value_name = "NS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     exit_time: u64,
 
+    /// Statistics of exits from the guest, as the kernel's perf tool prints them: by reason, how many and how long
+    #[arg(long, help_heading = "Output")]
+    exits: bool,
+
     #[command(flatten)]
     check: CheckOption,
 
@@ -89,6 +93,8 @@ pub(crate) struct Config {
     pub(super) shadow_pages: u32,
     pub(super) exit_time_ns: u64,
     pub(super) check: bool,
+    #[serde(skip)]
+    pub(super) exits: bool,
     #[serde(skip)]
     pub(super) pages: u64,
     /// The guest's memory.
@@ -130,6 +136,7 @@ impl Options {
             design: self.design,
             shadow_pages: self.shadow_pages,
             exit_time_ns: self.exit_time,
+            exits: self.exits,
             check: self.check.check,
             pages,
             guest_bytes: Size(guest),
@@ -150,6 +157,7 @@ impl Config {
             design,
             shadow_pages: 65536,
             exit_time,
+            exits: false,
             check: CheckOption { check: false },
             output: OutputOptions { json: false },
         };
