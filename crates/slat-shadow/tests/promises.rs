@@ -176,7 +176,6 @@ fn what_was_used_is_young_until_it_is_asked_for() {
     assert!(!guest.shadow.test_young(range(101, 1)));
 }
 
-/// CASES: a shadow page is found again by guest frame and role.
 #[test]
 fn another_role_or_frame_is_another_shadow_page_and_none_survives_its_slot() {
     let machine = Heap::new(4096, 4);

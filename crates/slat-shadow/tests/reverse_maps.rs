@@ -44,7 +44,6 @@ impl Listed {
     }
 }
 
-/// CASES 37.
 #[test]
 fn removing_any_one_of_k_mappings_keeps_every_other_findable() {
     for k in [1, 2, 3, 7, 8, 9, 14, 15, 16, 17, 28, 29, 32, 33, 500, 1000, MAX_ENTRIES] {
