@@ -129,7 +129,7 @@ impl LongModeCpu {
                 break;
             }
         }
-        loop {
+        'walk: loop {
             let shift = 12 + 9 * height;
             let index = (gva >> shift & 511) as usize;
             #[expect(unsafe_code, reason = "a CPU reads tables by physical address")]
@@ -154,12 +154,14 @@ impl LongModeCpu {
                 return (Some(translation), true);
             }
             let noted = ACCESSED | if leaf && access.write { DIRTY } else { 0 };
-            while entry & noted != noted {
-                match place.update(entry, entry | noted) {
-                    Ok(()) => entry |= noted,
-                    // Another CPU, or the hypervisor: look again.
-                    Err(_) => return self.walk_again(machine, root, mode, gva, access),
+            if entry & noted != noted {
+                if place.update(entry, entry | noted).is_err() {
+                    // Another CPU, or the hypervisor, was here: from the root again.
+                    self.invalidate(gva);
+                    (link, height) = (Link { table: root, rights: WRITE | USER }, top);
+                    continue 'walk;
                 }
+                entry |= noted;
             }
             if leaf {
                 let dirty = entry & DIRTY != 0;
@@ -169,18 +171,6 @@ impl LongModeCpu {
             self.links.insert((height - 1, gva >> shift), link);
             height -= 1;
         }
-    }
-
-    fn walk_again<M: Machine>(
-        &mut self,
-        machine: &M,
-        root: Hpa,
-        mode: LongMode,
-        gva: u64,
-        access: LinearAccess,
-    ) -> (Option<Translation>, bool) {
-        self.invalidate(gva);
-        self.walk(machine, root, mode, gva, access)
     }
 
     /// `INVLPG`, for all address spaces.
