@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 counters() {
   echo "export CARGO_TARGET_DIR='$PWD/target/coverage' LLVM_PROFILE_FILE='$PWD/target/coverage/profiles/%m.profraw'"
   echo "export RUSTFLAGS=-Cinstrument-coverage RUSTDOCFLAGS=-Cinstrument-coverage"
-  echo "export CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_DEV_OPT_LEVEL=1 CARGO_INCREMENTAL=0"
+  echo "export CARGO_PROFILE_DEV_DEBUG=0 CARGO_INCREMENTAL=0"
   echo "rm -rf '$PWD/target/coverage/profiles'"
 }
 
