@@ -81,6 +81,38 @@ impl From<OtherMachine> for EntryError {
     }
 }
 
+/// Why a vCPU is not in another address space. It is in the one where it was.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum SpaceError {
+    /// The VM has only the address spaces below `spaces`.
+    NoSpace {
+        /// How many there are.
+        spaces: u16,
+    },
+    /// The vCPU belongs to another VM.
+    OtherMachine,
+}
+
+impl fmt::Display for SpaceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoSpace { spaces } => {
+                write!(f, "the VM has {spaces} address spaces, numbered from 0")
+            }
+            Self::OtherMachine => OtherMachine.fmt(f),
+        }
+    }
+}
+
+impl core::error::Error for SpaceError {}
+
+impl From<OtherMachine> for SpaceError {
+    fn from(_: OtherMachine) -> Self {
+        Self::OtherMachine
+    }
+}
+
 /// An access to emulate. Width, register and value are in the syndrome that the embedder has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mmio {

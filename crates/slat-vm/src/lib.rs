@@ -113,7 +113,7 @@ mod worker;
 mod young;
 
 pub use address::{Hva, HvaRange};
-pub use exit::{Abort, EntryError, Exit, Fault, FaultError, FaultKind, Mmio, ReadOnly};
+pub use exit::{Abort, EntryError, Exit, Fault, FaultError, FaultKind, Mmio, ReadOnly, SpaceError};
 pub use heap::OutOfMemory;
 pub use host::{Access, Host, HostError, HostPage};
 pub use invalidate::{Guard, InvalidateError};

@@ -8,7 +8,7 @@ use crate::hands::Hands;
 use crate::log::Mark;
 use crate::ring::{DirtyRing, Ring};
 use crate::shared::Shared;
-use crate::{EntryError, Exit, Fault, FaultError, Host, LogError, VcpuError, Vm};
+use crate::{EntryError, Exit, Fault, FaultError, Host, LogError, SpaceError, VcpuError, Vm};
 
 /// One vCPU. Everything in it is its own: two vCPUs that fault write nothing in common but the entries themselves.
 #[derive(Debug)]
@@ -120,15 +120,22 @@ impl<'m, M: Machine> Vcpu<'m, M> {
         self.hands.participant.moved();
     }
 
-    /// From now on its faults are in this address space of the VM: it must run on [that tree](Vm::tree_of). Whether the
-    /// VM has it; otherwise nothing changes.
-    #[must_use = "there may be no such address space"]
-    pub fn switch_space<F: Format, H: Host>(&mut self, vm: &Vm<'m, F, M, H>, space: u16) -> bool {
-        let there = vm.tree_of(space).is_some();
-        if there {
-            self.hands.space = space;
+    /// From now on its faults are in this address space of the VM: it must run on [that tree](Vm::tree_of).
+    ///
+    /// # Errors
+    /// [`SpaceError`]: nothing has changed.
+    pub fn switch_space<F: Format, H: Host>(
+        &mut self,
+        vm: &Vm<'m, F, M, H>,
+        space: u16,
+    ) -> Result<(), SpaceError> {
+        vm.admit_hands(&self.hands)?;
+        let spaces = vm.options().address_spaces;
+        if space >= spaces {
+            return Err(SpaceError::NoSpace { spaces });
         }
-        there
+        self.hands.space = space;
+        Ok(())
     }
 
     /// Its dirty ring, for the thread that collects it.

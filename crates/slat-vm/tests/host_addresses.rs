@@ -28,7 +28,7 @@ fn a_page_is_taken_back_from_every_slot_and_address_space_that_maps_it() {
     }
     let mut vcpu = vm.vcpu().unwrap();
     let mut touch = |space, gpa| {
-        assert!(vcpu.switch_space(&vm, space));
+        vcpu.switch_space(&vm, space).unwrap();
         let fault = slat_vm::Fault {
             gpa: Gpa(gpa),
             access: Access::Write,

@@ -8,7 +8,8 @@ use guest::*;
 use slat::Gpa;
 use slat_model::Backing;
 use slat_vm::{
-    Access, DirtyPage, DirtyRing, Exit, Hva, LogError, LogMode, SlotConfig, Vcpu, VmOptions, Worker,
+    Access, DirtyPage, DirtyRing, Exit, Hva, LogError, LogMode, SlotConfig, SpaceError, Vcpu,
+    VmOptions, Worker,
 };
 
 const RING: LogMode = LogMode::Ring { backup: false };
@@ -350,6 +351,8 @@ fn rings_and_vcpus_of_another_vm_are_refused() {
     };
     assert_eq!(vcpu.fault(&vm, fault), Err(slat_vm::FaultError::OtherMachine));
     assert!(vcpu.pre_fault(&vm, range(0, PAGE), || true).rest.is_some());
+    assert_eq!(vcpu.switch_space(&vm, 0), Err(SpaceError::OtherMachine));
+    assert_eq!(vcpu.switch_space(&other, 1), Err(SpaceError::NoSpace { spaces: 1 }));
     assert_eq!(vcpu.fault(&other, fault), Ok(Exit::Resume));
     drop((vcpu, ring, second, other));
     finish(vm, vec![worker]);

@@ -78,7 +78,7 @@ impl<'v, 'm, F: Tables> Guest<'v, 'm, F> {
         let tree = vm.tree_of(space).unwrap();
         let mut cpu = vm.machine().model.cpu(cpu, F::control_of(tree)).unwrap();
         let mut vcpu = vm.vcpu().unwrap();
-        assert!(vcpu.switch_space(vm, space));
+        vcpu.switch_space(vm, space).unwrap();
         cpu.attend(vcpu.participant().index());
         Self { vm, vcpu, cpu, faults: 0 }
     }

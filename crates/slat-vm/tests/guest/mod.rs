@@ -303,7 +303,7 @@ impl<'v, 'm> Guest<'v, 'm> {
     pub(crate) fn in_space(vm: &'v TestVm<'m>, cpu: usize, space: u16) -> Self {
         let cpu = vm.machine().model.cpu(cpu, registers(vm, space)).unwrap();
         let mut vcpu = vm.vcpu().unwrap();
-        assert!(vcpu.switch_space(vm, space));
+        vcpu.switch_space(vm, space).unwrap();
         Self { vm, vcpu, cpu, faults: 0 }
     }
 

@@ -168,7 +168,7 @@ struct Guest<'m> {
 impl<'m> Guest<'m> {
     fn switch<F: Modelled>(&mut self, vm: &TheVm<'m, F>, space: u16) {
         if self.space != space {
-            assert!(self.vcpu.switch_space(vm, space));
+            self.vcpu.switch_space(vm, space).unwrap();
             self.cpu.load(control(vm, space));
             self.space = space;
         }
