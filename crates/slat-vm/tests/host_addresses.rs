@@ -207,3 +207,25 @@ fn what_is_mapped_ahead_does_not_wait_for_ever_for_what_the_host_takes_back() {
     drop(guest);
     finish(vm, vec![worker, other]);
 }
+
+#[test]
+fn a_flag_cleared_with_its_translation_is_set_by_the_very_next_use_in_every_address_space() {
+    let machine = Watched::new(2);
+    let vm = vm(&machine, BLOCK, Backing::Anonymous, spaces(2));
+    let mut worker = vm.worker().unwrap();
+    for space in [0, 1] {
+        let id = SlotId { space, number: 0 };
+        vm.create_slot(&mut worker, id, SlotConfig::new(Gpa(0), BLOCK, Hva(0))).unwrap();
+    }
+    let mut guests = [0, 1].map(|space| Guest::in_space(&vm, usize::from(space), space));
+    for guest in &mut guests {
+        guest.write(0, 1);
+    }
+    assert_eq!(vm.clear_flush_young(&mut worker, range(0, PAGE)), Ok(2));
+    for (guest, used) in guests.iter_mut().zip([1, 2]) {
+        guest.write(0, 2);
+        assert_eq!(vm.test_young(&mut worker, range(0, PAGE)), Ok(used));
+    }
+    drop(guests);
+    finish(vm, vec![worker]);
+}

@@ -168,3 +168,22 @@ fn what_cannot_be_asked_of_private_memory_is_refused() {
     }
     finish(vm, vec![worker]);
 }
+
+#[test]
+fn a_host_range_behind_both_memories_takes_the_pages_of_both_kinds_whichever_comes_first() {
+    for private in [0, 2] {
+        let machine = Watched::new(1);
+        let (vm, mut worker) = private_vm(&machine, Backing::Anonymous);
+        vm.set_private(&mut worker, 0, range(private * PAGE, 2 * PAGE), true).unwrap();
+        let mut guest = Guest::new(&vm, 0);
+        for page in 0..6 {
+            guest.write(page * PAGE, page);
+        }
+        let both = HvaRange::new(Hva(0), 2 * SIZE).unwrap();
+        assert_eq!(vm.test_host_young(&mut worker, both), Ok(6));
+        vm.invalidate_host_begin(&mut worker, &[both]).unwrap().end();
+        assert_eq!([0, 1, 2, 3, 4, 5].map(|page| level(&vm, &worker, page * PAGE)), [None; 6]);
+        drop(guest);
+        finish(vm, vec![worker]);
+    }
+}

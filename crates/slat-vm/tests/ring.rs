@@ -357,3 +357,28 @@ fn rings_and_vcpus_of_another_vm_are_refused() {
     drop((vcpu, ring, second, other));
     finish(vm, vec![worker]);
 }
+
+#[test]
+fn an_exhausted_ring_refuses_marks_and_loses_none_that_it_took() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, rings(256));
+    vm.enable_log(&mut worker, 0, RING).unwrap();
+    let mut vcpu = vm.vcpu().unwrap();
+    let ring = vcpu.dirty_ring().unwrap();
+    for page in 0..256 {
+        assert_eq!(ring.is_full(), page >= 256 - 64, "with {page} entries");
+        assert_eq!(vcpu.mark_dirty(&vm, Gpa(page * PAGE)), Ok(()));
+    }
+    for _ in 0..2 {
+        assert_eq!(vcpu.mark_dirty(&vm, Gpa(300 * PAGE)), Err(LogError::RingFull));
+        assert_eq!(ring.used(), 256);
+    }
+    assert_eq!(harvest(&ring), (0..256).collect::<Vec<_>>());
+    // Harvested is not given back.
+    assert_eq!(vcpu.mark_dirty(&vm, Gpa(300 * PAGE)), Err(LogError::RingFull));
+    assert_eq!(vm.reset_dirty_ring(&mut worker, &ring), Ok(256));
+    assert_eq!(vcpu.mark_dirty(&vm, Gpa(300 * PAGE)), Ok(()));
+    assert_eq!(harvest(&ring), [300]);
+    drop(vcpu);
+    finish(vm, vec![worker]);
+}
