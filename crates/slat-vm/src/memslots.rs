@@ -79,7 +79,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let without = if config.pinned { Some(with.then(Some(id), None)?) } else { None };
         drop(change.commit(with));
         if let Some(without) = without {
-            // Invalidations that have found another slot here have unmapped its pages: none of them meets these.
+            // Who has found another slot here has unmapped its pages: nobody meets these.
             self.aimed.wait(self.machine());
             // The list is not to change before all is mapped, or it is gone again.
             let held = change.keep();

@@ -102,6 +102,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         private: bool,
     ) -> Result<(), PrivateError> {
         let id = id.into();
+        // The slot that is found may be gone, and a pinned one in its place, before its pages are unmapped.
+        let aiming = self.aimed.enter();
         let (pages, first) = {
             let pin = worker.hands.participant.pin();
             let slot = self.slots.read(&pin)?.get(id).ok_or(PrivateError::NoSlot)?;
@@ -125,6 +127,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         })?;
         pages.0.assign(first, first + (range.size() >> F::PAGE_SHIFT), private);
         guard.end();
+        drop(aiming);
         Ok(())
     }
 

@@ -8,8 +8,8 @@
 //! operations use one: a collection makes them use the other and waits until the first is down, so that it never waits
 //! for those that came later.
 //!
-//! Another pair of counts has invalidations by host address, which look for slots and then unmap what they found: a slot
-//! that is pinned meanwhile waits for them before it is mapped (rule 7).
+//! Another pair of counts has invalidations by host address and conversions of private pages, which look for slots and
+//! then unmap what they found: a slot that is pinned meanwhile waits for them before it is mapped (rule 7).
 
 use slat::Machine;
 

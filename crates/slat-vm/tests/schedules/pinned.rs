@@ -1,7 +1,7 @@
 //! Pinned slots (rule 7): from when one is there, all of it is mapped, whatever else happens.
 
 use slat_vm::sabotage::Skip;
-use slat_vm::{Access, InvalidateError, Worker};
+use slat_vm::{Access, InvalidateError, PrivateError, Worker};
 
 use crate::explorer::thread;
 use crate::guest::Guest;
@@ -83,6 +83,31 @@ fn a_slot_is_pinned_meanwhile(world: World<'_, '_>) {
     }
 }
 
+/// A slot becomes pinned in the place of one whose pages are being made private.
+fn a_slot_is_pinned_where_pages_are_converted(world: World<'_, '_>) {
+    let mut worker = world.worker();
+    world.delete(&mut worker);
+    world.create_private(&mut worker);
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let range = draw_range(SLOT_PAGES);
+            match world.vm.set_private(&mut world.worker(), COMES, range, true) {
+                Ok(()) | Err(PrivateError::NoSlot | PrivateError::NoPrivateMemory) => {}
+                Err(error) => world.expect(false, &format!("a conversion gets: {error}")),
+            }
+        });
+        world.delete(&mut worker);
+        if world.create_pinned(&mut worker) {
+            is_whole(world, &worker);
+        }
+    });
+    let worker = world.worker();
+    if world.vm.slot(&worker, COMES).is_some() {
+        is_whole(world, &worker);
+        Guest::new(world, 0).all(Access::Write);
+    }
+}
+
 #[test]
 fn no_page_of_a_pinned_slot_vanishes() {
     Schedules::new().explore(a_pinned_slot_stays);
@@ -103,4 +128,15 @@ fn a_pinned_page_vanishes_if_an_invalidation_looks_only_once() {
 #[should_panic(expected = "a pinned page vanishes")]
 fn a_pinned_page_vanishes_if_nobody_waits_for_an_unmap_of_the_slot_before() {
     Schedules::without(Skip::Transit).explore(a_slot_is_pinned_meanwhile);
+}
+
+#[test]
+fn a_slot_that_is_pinned_where_pages_are_converted_is_whole_or_not_there() {
+    Schedules::new().explore(a_slot_is_pinned_where_pages_are_converted);
+}
+
+#[test]
+#[should_panic(expected = "a pinned page vanishes")]
+fn a_pinned_page_vanishes_if_nobody_waits_for_a_conversion_in_the_slot_before() {
+    Schedules::without(Skip::Transit).explore(a_slot_is_pinned_where_pages_are_converted);
 }
