@@ -190,21 +190,24 @@ impl<R: ReverseMaps> Guest<'_, '_, R> {
             .map_err(|error| Failure::Run(error.to_string()))?;
         self.bytes.cpu.borrow_mut().flush();
         if let Some((_, old)) = self.root.replace((cr3, root)) {
-            self.shadow.drop_root(&memory, old);
+            let dropped = self.shadow.drop_root(&memory, old);
+            dropped.map_err(|error| Failure::Run(error.to_string()))?;
         }
         Ok(())
     }
 
     /// The CPU invalidates one page.
-    pub(crate) fn invalidate(&mut self, gva: u64) {
+    pub(crate) fn invalidate(&mut self, gva: u64) -> Result<(), Failure> {
         self.exits.invalidations += 1;
         let left = self.leave();
         let memory = VmMemory { vm: self.vm, who: self.worker.participant(), bytes: self.bytes };
         if let Some((_, root)) = &self.root {
-            self.shadow.invalidate_page(&memory, root, gva);
+            let done = self.shadow.invalidate_page(&memory, root, gva);
+            done.map_err(|error| Failure::Run(error.to_string()))?;
         }
         self.bytes.cpu.borrow_mut().invalidate(gva);
         self.note(Reason::PageInvalidation, left);
+        Ok(())
     }
 
     /// The word at `gva`, or the guest's own fault.

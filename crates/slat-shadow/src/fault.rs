@@ -61,6 +61,7 @@ impl<M: Machine, R: ReverseMaps> Shadow<'_, M, R> {
         gva: u64,
         access: GuestAccess,
     ) -> Result<ShadowExit, ShadowError> {
+        self.admit(root)?;
         let exit = self.handle(memory, root, gva, access);
         self.settle(memory);
         exit

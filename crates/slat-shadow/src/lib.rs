@@ -52,7 +52,7 @@
 //!     other => println!("{other:?}"),
 //! }
 //! assert_eq!(shadow.statistics().mapped, 1);
-//! shadow.drop_root(&memory, root);
+//! shadow.drop_root(&memory, root)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!

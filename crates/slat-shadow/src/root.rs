@@ -18,6 +18,8 @@ pub struct Root {
     pub(crate) frame: u64,
     pub(crate) mode: PagingMode,
     table: Hpa,
+    /// The number of its shadow.
+    shadow: u64,
 }
 
 impl Root {
@@ -66,16 +68,26 @@ impl<M: Machine, R: ReverseMaps> Shadow<'_, M, R> {
         root.roots += 1;
         let table = root.table;
         self.synchronise_below(memory, mode, page);
-        Ok(Root { page, frame, mode, table })
+        Ok(Root { page, frame, mode, table, shadow: self.number })
     }
 
     /// A vCPU no longer uses a root. It has loaded another, or does not run.
-    pub fn drop_root(&mut self, memory: &impl GuestMemory, root: Root) {
+    ///
+    /// # Errors
+    /// [`ShadowError::OtherShadow`].
+    pub fn drop_root(&mut self, memory: &impl GuestMemory, root: Root) -> Result<(), ShadowError> {
+        self.admit(&root)?;
         let page = self.pages.get_mut(root.page);
         page.roots = page.roots.saturating_sub(1);
         if page.roots == 0 && page.zapped {
             self.bury(root.page);
             self.settle(memory);
         }
+        Ok(())
+    }
+
+    /// Whether the root is one of this shadow.
+    pub(crate) fn admit(&self, root: &Root) -> Result<(), ShadowError> {
+        if root.shadow == self.number { Ok(()) } else { Err(ShadowError::OtherShadow) }
     }
 }

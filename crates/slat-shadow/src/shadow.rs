@@ -1,6 +1,7 @@
 //! The shadow of one guest as a whole, and the steps that its operations are made of.
 
 use core::fmt;
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use slat::{Gpa, GpaRange, Machine};
 
@@ -17,7 +18,8 @@ pub struct ShadowOptions {
     /// The most shadow pages at once, each a table and 4.2 KiB beside it: at least 64, and below 2^22. At the limit,
     /// those that were not used of late are recycled.
     pub pages: usize,
-    /// The most entries that may map one frame: 1 to 1024. One more, and all of them are zapped first.
+    /// The most entries that may map one frame: 8 to 1024. One more, and all of them are zapped first; so there must be as
+    /// many as one instruction of the guest may need of a frame at once, or it never gets through.
     pub mappings: usize,
 }
 
@@ -60,6 +62,8 @@ pub enum ShadowError {
     NoSuchSlot(GpaRange),
     /// The guest's root table cannot be: it is not below 2^52.
     Root(u64),
+    /// The root is one of another shadow.
+    OtherShadow,
 }
 
 impl fmt::Display for ShadowError {
@@ -68,7 +72,7 @@ impl fmt::Display for ShadowError {
             Self::OutOfMemory => OutOfMemory.fmt(f),
             Self::Options(options) => write!(
                 f,
-                "{} shadow pages and {} mappings of a frame: there must be 64 to {} pages and 1 to {} mappings",
+                "{} shadow pages and {} mappings of a frame: there must be 64 to {} pages and {FEWEST} to {} mappings",
                 options.pages,
                 options.mappings,
                 EntryRef::PAGES - 1,
@@ -94,6 +98,9 @@ impl fmt::Display for ShadowError {
                 write!(f, "there is no slot of {:#x} bytes at {}", range.size(), range.start())
             }
             Self::Root(cr3) => write!(f, "{cr3:#x} is no address of a root table"),
+            Self::OtherShadow => {
+                f.write_str("the root belongs to another shadow: load it in this one")
+            }
         }
     }
 }
@@ -105,6 +112,9 @@ impl From<OutOfMemory> for ShadowError {
         Self::OutOfMemory
     }
 }
+
+/// The fewest mappings of a frame that can be the limit: those that one instruction may need.
+const FEWEST: usize = 8;
 
 /// What a shadow has done since it was made, and what there is now.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -135,6 +145,8 @@ pub struct ShadowStatistics {
 #[derive(Debug)]
 pub struct Shadow<'m, M: Machine, R: ReverseMaps = Chains> {
     pub(crate) machine: &'m M,
+    /// Another for each shadow: what its roots know it by.
+    pub(crate) number: u64,
     pub(crate) options: ShadowOptions,
     pub(crate) maps: R,
     pub(crate) areas: Areas<R::Head>,
@@ -163,12 +175,14 @@ impl<'m, M: Machine, R: ReverseMaps> Shadow<'m, M, R> {
     /// As for [`new`](Shadow::new).
     pub fn with_reverse_maps(machine: &'m M, options: ShadowOptions) -> Result<Self, ShadowError> {
         let pages = 64..EntryRef::PAGES as usize;
-        let mappings = 1..=crate::rmap::MAX_ENTRIES;
+        let mappings = FEWEST..=crate::rmap::MAX_ENTRIES;
         if !pages.contains(&options.pages) || !mappings.contains(&options.mappings) {
             return Err(ShadowError::Options(options));
         }
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         Ok(Self {
             machine,
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
             options,
             maps: R::default(),
             areas: Areas::default(),

@@ -8,19 +8,37 @@ use crate::page::PageId;
 use crate::pte::{ACCESSED, ADDRESS, DIRTY, ENTRIES, PAGE_SHIFT, PRESENT, Rights, index, is_leaf};
 use crate::rmap::ReverseMaps;
 use crate::root::Root;
-use crate::shadow::Shadow;
+use crate::shadow::{Shadow, ShadowError};
 use crate::walk::reserved;
 
 impl<M: Machine, R: ReverseMaps> Shadow<'_, M, R> {
     /// The guest flushes all of its CPU's translations, without loading another root. The CPU's own TLB is the caller's
     /// to flush.
-    pub fn synchronise(&mut self, memory: &impl GuestMemory, root: &Root) {
+    ///
+    /// # Errors
+    /// [`ShadowError::OtherShadow`].
+    pub fn synchronise(
+        &mut self,
+        memory: &impl GuestMemory,
+        root: &Root,
+    ) -> Result<(), ShadowError> {
+        self.admit(root)?;
         self.synchronise_below(memory, root.mode, root.page);
         self.settle(memory);
+        Ok(())
     }
 
     /// The guest invalidates one page (`INVLPG`). The CPU's own TLB is the caller's to invalidate.
-    pub fn invalidate_page(&mut self, memory: &impl GuestMemory, root: &Root, gva: u64) {
+    ///
+    /// # Errors
+    /// [`ShadowError::OtherShadow`].
+    pub fn invalidate_page(
+        &mut self,
+        memory: &impl GuestMemory,
+        root: &Root,
+        gva: u64,
+    ) -> Result<(), ShadowError> {
+        self.admit(root)?;
         let (mut id, mut level) = (root.page, root.mode.top());
         loop {
             let page = self.pages.get(id);
@@ -40,6 +58,7 @@ impl<M: Machine, R: ReverseMaps> Shadow<'_, M, R> {
             (id, level) = (child, level.below());
         }
         self.settle(memory);
+        Ok(())
     }
 
     /// Looks at every page below that is unsync.

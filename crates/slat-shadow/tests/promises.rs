@@ -272,6 +272,56 @@ fn five_levels_are_shadowed_by_five() {
 }
 
 #[test]
+fn a_right_that_a_flush_on_one_cpu_takes_is_gone_from_the_others_when_a_log_begins() {
+    for lost in [W, D] {
+        let machine = Heap::new(4096, 4);
+        let mut guest = guest(&machine);
+        guest.access(1, 0x1000, USER_WRITE, None).unwrap();
+        let entry = guest.memory.word(6 * PAGE + 8).get();
+        guest.store(0, 6 * PAGE + 8, entry & !lost);
+        // Nothing maps the table for writing any more, so that opening it again flushes nobody.
+        guest.shadow.zap(&guest.memory, range(6, 1));
+        guest.access(1, 0x1000, USER_WRITE, None).unwrap();
+        // CPU 0 flushes, CPU 1 does not: it may write on, until that has to be seen.
+        guest.load(0, PAGE);
+        guest.memory.backed.borrow_mut()[100].as_mut().unwrap().writable = false;
+        guest.memory.dirty.borrow_mut()[100] = false;
+        guest.shadow.write_protect(&guest.memory, range(100, 1));
+        // The store goes another way or none, but not unseen, which the access checks.
+        let _ = guest.access(1, 0x1000, USER_WRITE, None);
+    }
+}
+
+#[test]
+fn a_root_of_another_shadow_is_refused() {
+    let machine = Heap::new(4096, 4);
+    let mut one = guest(&machine);
+    let mut other = guest(&machine);
+    let (_, root) = one.roots[0].take().unwrap();
+    let refused = Err(ShadowError::OtherShadow);
+    assert_eq!(other.shadow.synchronise(&other.memory, &root), refused);
+    assert_eq!(other.shadow.invalidate_page(&other.memory, &root, 0x1000), refused);
+    let fault = other.shadow.fault(&other.memory, &root, 0x1000, USER_READ);
+    assert_eq!(fault, Err(ShadowError::OtherShadow));
+    one.roots[0] = Some((PAGE, root));
+    assert_eq!(one.access(0, 0x1000, USER_READ, None), Ok(100 * PAGE));
+}
+
+#[test]
+fn a_write_to_all_of_memory_is_one_to_every_table() {
+    let machine = Heap::new(4096, 4);
+    let mut guest = guest(&machine);
+    guest.access(0, 0x1000, USER_READ, None).unwrap();
+    guest.memory.word(6 * PAGE + 8).set(101 * PAGE | P | U | A);
+    let everything = GpaRange::new(Gpa(0), 1 << 52).unwrap();
+    guest.shadow.written(&guest.memory, everything);
+    assert_eq!(guest.access(0, 0x1000, USER_READ, None), Ok(101 * PAGE));
+    guest.shadow.unprotect(&guest.memory, everything);
+    assert_eq!(guest.shadow.statistics().pages, 1, "the root that the CPUs hold");
+    assert_eq!(guest.access(0, 0x1000, USER_READ, None), Ok(101 * PAGE));
+}
+
+#[test]
 fn a_kernel_without_write_protection_has_its_stores_to_read_only_pages_emulated() {
     let machine = Heap::new(4096, 4);
     let mut guest = guest(&machine);

@@ -159,7 +159,7 @@ struct Play<'m> {
 
 impl<'m> Play<'m> {
     fn new(machine: &'m Heap) -> Self {
-        let options = ShadowOptions { pages: 64, mappings: 4 };
+        let options = ShadowOptions { pages: 64, mappings: 8 };
         let mut guest = Guest::new(machine, FRAMES as usize, CPUS, options);
         let kernel = P | W | A | D;
         for root in ROOTS {

@@ -96,7 +96,7 @@ impl<'a, 'm> World<'a, 'm> {
         let root = self.shadow.load_root(&memory, MODE, PAGE).unwrap();
         self.bytes.cpu.borrow_mut().flush();
         if let Some(old) = self.root.replace(root) {
-            self.shadow.drop_root(&memory, old);
+            self.shadow.drop_root(&memory, old).unwrap();
         }
     }
 

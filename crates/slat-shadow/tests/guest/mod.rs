@@ -152,14 +152,14 @@ impl<'m, R: ReverseMaps> Guest<'m, R> {
         let root = self.shadow.load_root(&self.memory, self.mode, cr3).unwrap();
         self.memory.cpus.borrow_mut()[cpu].flush();
         if let Some((_, old)) = self.roots[cpu].replace((cr3, root)) {
-            self.shadow.drop_root(&self.memory, old);
+            self.shadow.drop_root(&self.memory, old).unwrap();
         }
     }
 
     /// `INVLPG`.
     pub fn invalidate(&mut self, cpu: usize, gva: u64) {
         let Some((_, root)) = &self.roots[cpu] else { return };
-        self.shadow.invalidate_page(&self.memory, root, gva);
+        self.shadow.invalidate_page(&self.memory, root, gva).unwrap();
         self.memory.cpus.borrow_mut()[cpu].invalidate(gva);
     }
 
@@ -252,7 +252,7 @@ impl<'m, R: ReverseMaps> Guest<'m, R> {
 impl<R: ReverseMaps> Drop for Guest<'_, R> {
     fn drop(&mut self) {
         for (_, root) in self.roots.drain(..).flatten() {
-            self.shadow.drop_root(&self.memory, root);
+            self.shadow.drop_root(&self.memory, root).unwrap();
         }
     }
 }

@@ -199,7 +199,7 @@ impl Kernel {
         let word = word.map_err(|_| panicked("a page is not in the linear map"))?;
         Self::store(guest, copy, 0, word)?;
         Self::store(guest, table, index, frame_entry(copy, PRESENT | WRITE | USER_MODE))?;
-        guest.invalidate(gva);
+        guest.invalidate(gva)?;
         guest.write(gva, true, value)?.map_err(|_| panicked("a copied page cannot be written"))
     }
 
