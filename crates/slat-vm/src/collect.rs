@@ -12,6 +12,7 @@ use crate::chunks::At;
 use crate::log::{Log, LogError, LogMode};
 use crate::protect::{Protector, Split};
 use crate::sabotage::{Skip, skips};
+use crate::shared::Shared;
 use crate::slot::SlotId;
 use crate::sync::Ordering;
 use crate::{Host, Vm, Worker};
@@ -197,15 +198,23 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         self.take_rest(worker, subject, bitmap)
     }
 
-    /// When a log of hardware's dirty state begins, nothing has been written yet.
+    /// When the log `number` of hardware's dirty state begins, nothing has been written yet. Another log that has taken its
+    /// place meanwhile has begun by itself, and what is dirty by now is that one's: so no log comes or goes during this.
     pub(crate) fn mark_clean(
         &self,
-        worker: &Worker<'m, M>,
-        space: u16,
-        range: GpaRange,
+        worker: &mut Worker<'m, M>,
+        id: SlotId,
+        number: u64,
     ) -> Result<(), LogError> {
-        for tree in self.trees(space) {
-            tree.harvest_dirty(&worker.hands.participant, range, |_| {})?;
+        let mut change = self.slots.lock(&mut worker.hands.participant)?;
+        let slot = change.map().get(id);
+        let ours = |log: &Shared<Log>| log.number == number;
+        let Some(slot) = slot.filter(|slot| slot.log.as_ref().is_some_and(ours)) else {
+            return Ok(());
+        };
+        let range = slot.range;
+        for tree in self.trees(id.space) {
+            tree.harvest_dirty(change.who(), range, |_| {})?;
         }
         Ok(())
     }

@@ -337,7 +337,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             crew(worker, &job);
         }
         match mode {
-            LogMode::Hardware => self.mark_clean(worker, id.space, range),
+            LogMode::Hardware => self.mark_clean(worker, id, number),
             _ => Ok(self.protect(worker, id.space, range)?),
         }
     }
