@@ -68,6 +68,13 @@ impl Reference {
         }
     }
 
+    /// Whether a page may be young that a block with this one can have been made of.
+    fn is_used_near(&self, at: At) -> bool {
+        let around = block(at.1, self.reach());
+        let mut pages = around.step_by(self.shape.page as usize);
+        pages.any(|gpa| self.page_at((at.0, gpa)).is_some_and(|page| page.most & YOUNG != 0))
+    }
+
     /// The largest block that there can be.
     pub(super) fn reach(&self) -> u64 {
         let blocks = self.shape.blocks.iter().rev();
@@ -125,7 +132,13 @@ impl Reference {
         }
         let protects = slot.protects();
         let size = self.wanted(at);
-        self.map(at, size, self.rights(slot, answer, access, asked.ahead), asked.certain);
+        let rights = self.rights(slot, answer, access, asked.ahead);
+        let used = asked.ahead && size > self.shape.page && self.is_used_near(at);
+        self.map(at, size, rights, asked.certain);
+        if used {
+            // The block that takes the place of pages is as young as any of them.
+            self.use_leaf(at);
+        }
         if protects && write {
             self.page_at_mut(at).expect("in a slot").dirty = true;
         }
