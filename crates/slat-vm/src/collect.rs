@@ -117,6 +117,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         subject: &Subject,
         bitmap: &mut [u64],
     ) -> Result<(), LogError> {
+        // Dropped last: the marks that protection drops are this log's, or nobody's.
+        let _aiming = self.aimed.enter();
         self.open(worker, subject)?;
         if skips(Skip::TakeFirst) {
             self.protect(worker, subject.id.space, subject.range)?;
@@ -208,7 +210,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     ) -> Result<(), LogError> {
         let mut change = self.slots.lock(&mut worker.hands.participant)?;
         let slot = change.map().get(id);
-        let ours = |log: &Shared<Log>| log.number == number;
+        let ours = |log: &Shared<Log>| log.number == number || skips(Skip::OwnMarks);
         let Some(slot) = slot.filter(|slot| slot.log.as_ref().is_some_and(ours)) else {
             return Ok(());
         };
@@ -276,6 +278,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let page_size = self.tree().geometry().page_size();
         let start = subject.range.start().0 + first * page_size;
         let Some(range) = GpaRange::new(Gpa(start), pages * page_size) else { return Ok(0) };
+        // As when a collection protects.
+        let _aiming = self.aimed.enter();
         self.open(worker, &subject)?;
         let mut cleared = 0;
         let done = self.clear_words(worker, &subject, first / SECTION, bitmap, &mut cleared);

@@ -313,6 +313,10 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let version = Version { number, log: Some(Shared::new(log)?), ..old.clone() };
         // Rule 10: once this has returned, no fault that read "no log" is left.
         change.publish(Some(id), Some(version))?;
+        if mode == LogMode::Hardware {
+            // Rule 8: who found another log here and protects for it drops the marks that are to be this one's.
+            self.aimed.wait(self.machine());
+        }
         if mode == LogMode::Hardware && !read_only {
             // Nothing that may be written is to fault: what another log has left read-only becomes writable, as far as
             // its leaf says that the host lets it. Before the lock is given up, so that no log begins meanwhile that
@@ -338,8 +342,27 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         }
         match mode {
             LogMode::Hardware => self.mark_clean(worker, id, number),
-            _ => Ok(self.protect(worker, id.space, range)?),
+            _ => self.protect_for(worker, id, number, range),
         }
+    }
+
+    /// Protects the slot, unless the log `number` has gone and there may be another's marks in the entries.
+    fn protect_for(
+        &self,
+        worker: &mut Worker<'m, M>,
+        id: SlotId,
+        number: u64,
+        range: GpaRange,
+    ) -> Result<(), LogError> {
+        let _aiming = self.aimed.enter();
+        let pin = worker.hands.participant.pin();
+        let log = self.slots.read(&pin)?.get(id).and_then(|slot| slot.log.as_ref());
+        let there = log.is_some_and(|log| log.number == number);
+        drop(pin);
+        if there {
+            self.protect(worker, id.space, range)?;
+        }
+        Ok(())
     }
 
     fn check_mode(&self, mode: LogMode) -> Result<(), LogError> {

@@ -5,7 +5,7 @@ use slat::{Edges, Error, Format, Gpa, GpaRange, Machine, Reserve};
 use crate::bitmap::Bitmap;
 use crate::chunks::At;
 use crate::hands::Hands;
-use crate::log::Log;
+use crate::log::{Log, LogMode};
 use crate::prefault::{PreFault, PreFaultError};
 use crate::private::Private;
 use crate::shared::Shared;
@@ -210,6 +210,10 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             // Rule 8: what others have taken out of entries that this has found empty is in the old log then.
             self.transit.wait(self.machine());
             log.bitmap.add(&old.bitmap);
+            if log.mode == LogMode::Hardware {
+                // Who protects for a slot that lay there drops the marks that are to be this log's.
+                self.aimed.wait(self.machine());
+            }
         }
         drop(change.commit(with));
         Ok(SlotChange::Moved)

@@ -94,6 +94,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     }
 
     fn protect_near(&self, worker: &mut Worker<'m, M>, mut near: Near) -> Result<(), LogError> {
+        // As when a collection protects.
+        let _aiming = self.aimed.enter();
         let Some(first) = self.place(worker, &mut near)? else { return Ok(()) };
         for tree in self.trees(near.slot.space) {
             let Worker { hands, statistics } = &mut *worker;

@@ -28,9 +28,11 @@ pub enum Skip {
     OpenCollections,
     /// Rule 8: a page is stored in a ring's entry before the entry is dirty; instead after.
     PageFirst,
-    /// Rule 8: a collection waits for dirty state that unmaps have taken and not marked yet. Rule 7: who pins a slot waits
-    /// for unmaps that are aimed at what was there before.
+    /// Rule 8: a collection waits for dirty state that unmaps have taken and not marked yet, and a log of hardware's for
+    /// whoever protects for another. Rule 7: who pins a slot waits for unmaps that are aimed at what was there before.
     Transit,
+    /// Rule 8: a log of hardware's dirty state that begins marks clean what is its own, and not another's in its place.
+    OwnMarks,
     /// Rule 10: the grace period between the publication of a slot's version and what is done because of it.
     SlotGrace,
     /// Rule 10: an installer checks the slot's version in the pin of its exchange.

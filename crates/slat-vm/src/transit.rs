@@ -8,8 +8,10 @@
 //! operations use one: a collection makes them use the other and waits until the first is down, so that it never waits
 //! for those that came later.
 //!
-//! Another pair of counts has invalidations by host address and conversions of private pages, which look for slots and
-//! then unmap what they found: a slot that is pinned meanwhile waits for them before it is mapped (rule 7).
+//! Another pair of counts has whoever looks for slots and then acts on the tree where it found them: invalidations by host
+//! address and conversions of private pages, which unmap; collections, resets and beginnings of logs, which write-protect
+//! and drop dirty marks on the way. What was found may be gone by then, and something else be in its place: a slot that is
+//! pinned waits for them before it is mapped (rule 7), and a log of hardware's dirty state before it begins (rule 8).
 
 use slat::Machine;
 
@@ -34,7 +36,7 @@ impl Transit {
         Self { current: zero(), counts: [zero(), zero()], waiting: Lock::new() }
     }
 
-    /// Before the first exchange of an unmap that takes dirty state out of entries, and before the look at the slots.
+    /// Before the first exchange that takes dirty state out of entries, or before the look at the slots.
     pub(crate) fn enter(&self) -> Moving<'_> {
         loop {
             let index = self.current.load(Ordering::Acquire) & 1;

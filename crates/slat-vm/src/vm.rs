@@ -207,7 +207,7 @@ pub struct Vm<'m, F: Format, M: Machine, H: Host> {
     pub(crate) progress: Progress,
     /// Dirty state that was taken out of trees and is not in its log yet.
     pub(crate) transit: Transit,
-    /// Invalidations by host address, from their look at the slots until they have unmapped what they found.
+    /// Whoever looks at the slots and then unmaps or write-protects what it found, until it has.
     pub(crate) aimed: Transit,
     pub(crate) options: VmOptions,
     templates: Templates,

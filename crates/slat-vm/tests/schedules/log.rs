@@ -29,10 +29,13 @@ impl<'v, 'm> Migration<'v, 'm> {
             LogMode::Hardware,
         ];
         let hardware = world.vm.tree().format().tracks_dirty();
-        let mode = modes[draw(if hardware { 4 } else { 3 }) as usize];
+        Self::begin_as(world, modes[draw(if hardware { 4 } else { 3 }) as usize])
+    }
+
+    fn begin_as(world: World<'v, 'm>, mode: LogMode) -> Self {
         let mut worker = world.worker();
         world.vm.enable_log(&mut worker, STAYS, mode).unwrap();
-        if mode != modes[2] {
+        if mode != (LogMode::Manual { initially_all_set: true }) {
             world.truth().copy(u64::MAX);
         }
         Self { world, worker, mode, taken: 0 }
@@ -136,4 +139,77 @@ fn a_fault_that_does_not_check_the_version_escapes_the_log() {
 #[should_panic(expected = "lost: ")]
 fn a_fault_escapes_a_log_that_is_enabled_without_a_grace_period() {
     Schedules::without(Skip::SlotGrace).explore(collections_against_writes);
+}
+
+/// Writes, while pages are protected for a log in whose place one of hardware's dirty state comes, which is collected.
+fn protection_for_a_log_that_goes(world: World<'_, '_>) {
+    if !world.vm.tree().format().tracks_dirty() {
+        return collections_against_writes(world);
+    }
+    let mut worker = world.worker();
+    let manual = LogMode::Manual { initially_all_set: draw(2) == 0 };
+    world.vm.enable_log(&mut worker, STAYS, manual).unwrap();
+    let migration = thread::scope(|scope| {
+        for cpu in 0..CPUS {
+            scope.spawn(move || Guest::new(world, cpu).run(4, SLOT_PAGES));
+        }
+        scope.spawn(move || {
+            let mut worker = world.worker();
+            let cleared = world.vm.clear_dirty_log(&mut worker, STAYS, 0, SLOT_PAGES, &[u64::MAX]);
+            let gone = [LogError::Gone, LogError::NotEnabled, LogError::NotManual];
+            let done = cleared.map_or_else(|why| gone.contains(&why), |_| true);
+            world.expect(done, "a log cannot be cleared");
+        });
+        world.vm.disable_log(&mut worker, STAYS).unwrap();
+        let mut migration = Migration::begin_as(world, LogMode::Hardware);
+        migration.round(0);
+        migration
+    });
+    migration.end();
+}
+
+#[test]
+fn a_log_of_hardware_loses_no_mark_to_the_log_before_it() {
+    Schedules::new().explore(protection_for_a_log_that_goes);
+}
+
+#[test]
+#[should_panic(expected = "lost: ")]
+fn a_log_of_hardware_loses_marks_if_it_does_not_wait_for_who_protects_for_another() {
+    Schedules::without(Skip::Transit).explore(protection_for_a_log_that_goes);
+}
+
+/// Writes, while a log of hardware's dirty state that has just begun goes, and another comes in its place.
+fn a_log_of_hardware_in_the_place_of_another(world: World<'_, '_>) {
+    if !world.vm.tree().format().tracks_dirty() {
+        return collections_against_writes(world);
+    }
+    let migration = thread::scope(|scope| {
+        for cpu in 0..CPUS {
+            scope.spawn(move || Guest::new(world, cpu).run(4, SLOT_PAGES));
+        }
+        scope.spawn(move || {
+            let mut worker = world.worker();
+            world.vm.enable_log(&mut worker, STAYS, LogMode::Hardware).unwrap();
+        });
+        let mut worker = world.worker();
+        while world.vm.disable_log(&mut worker, STAYS).is_err() {
+            thread::yield_now();
+        }
+        let mut migration = Migration::begin_as(world, LogMode::Hardware);
+        migration.round(0);
+        migration
+    });
+    migration.end();
+}
+
+#[test]
+fn a_log_of_hardware_loses_no_mark_to_one_that_has_gone_as_it_began() {
+    Schedules::new().explore(a_log_of_hardware_in_the_place_of_another);
+}
+
+#[test]
+#[should_panic(expected = "lost: ")]
+fn a_log_of_hardware_loses_marks_if_one_that_has_gone_marks_them_clean() {
+    Schedules::without(Skip::OwnMarks).explore(a_log_of_hardware_in_the_place_of_another);
 }
