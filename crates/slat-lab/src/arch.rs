@@ -69,8 +69,8 @@ pub(crate) enum Kind {
 impl Kind {
     /// What the options choose; that they fit together was checked.
     pub(crate) fn of(machine: &MachineOptions) -> Self {
-        match machine.arch {
-            Arch::Arm => Self::Arm(machine.granule),
+        match machine.arch() {
+            Arch::Arm => Self::Arm(machine.granule()),
             Arch::Ept if machine.hardware_access() => Self::Ept,
             Arch::Ept => Self::EptWithoutFlags,
             Arch::Npt => Self::Npt,

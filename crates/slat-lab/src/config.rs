@@ -69,7 +69,7 @@ pub(crate) fn settle(
         backing_page: backing.page_size(layout.granule),
         mode,
         gpa: layout.gpa,
-        arch: machine.arch,
+        arch: machine.arch(),
         granule: layout.granule,
         ipa_bits: layout.ipa_bits,
         fwb: machine.fwb,

@@ -113,10 +113,10 @@ impl Layout {
         backing: Backing,
         mode: GuestMode,
     ) -> Result<Self, Misfit> {
-        let granule = machine.granule;
+        let granule = machine.granule();
         let (page, guest_page) = (granule.page_size(), mode.page_size);
         check_arch(machine)?;
-        let least = machine.arch.least_bits();
+        let least = machine.arch().least_bits();
         let ipa_bits = machine.ipa_bits.unwrap_or(mode.physical_bits.max(least));
         check_chunk(plan.eager_split, granule, ipa_bits)?;
         let backing_page = backing.page_size(granule);
@@ -231,11 +231,11 @@ impl Layout {
 
 /// Refuses what only another architecture has.
 fn check_arch(machine: &MachineOptions) -> Result<(), Misfit> {
-    let arch = machine.arch;
+    let arch = machine.arch();
     match machine.ipa_bits {
         _ if arch == Arch::Arm => Ok(()),
-        _ if machine.granule != GranuleSize::K4 => {
-            Err(Misfit::Granule { arch, granule: machine.granule.page_size() })
+        _ if machine.granule() != GranuleSize::K4 => {
+            Err(Misfit::Granule { arch, granule: machine.granule().page_size() })
         }
         _ if machine.fwb => Err(Misfit::Fwb { arch }),
         _ if arch == Arch::Npt && !machine.hardware_access() => Err(Misfit::Flags),

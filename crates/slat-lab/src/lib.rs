@@ -9,6 +9,7 @@ use clap::{Parser, Subcommand};
 mod ab;
 mod arch;
 mod around;
+mod backend;
 mod backing;
 mod check;
 mod compare;

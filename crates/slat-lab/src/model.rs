@@ -57,7 +57,7 @@ pub(crate) fn machine_for(
     let vcpus = config.vcpus;
     let features = Features { fwb: options.fwb, ..Features::default() };
     let model = Model::builder()
-        .architecture(options.arch.of_model())
+        .architecture(options.arch().of_model())
         .page_shift(layout.page.ilog2())
         .cpus(vcpus as usize)
         .slots(vcpus as usize + WORKERS + workers as usize)

@@ -9,6 +9,7 @@ use clap::{Args, ValueEnum};
 use serde::{Serialize, Serializer};
 
 use crate::arch::Arch;
+use crate::backend::{Backend, BackendOption};
 use crate::backing::Backing;
 use crate::failure::Failure;
 use crate::granule::GranuleSize;
@@ -93,25 +94,16 @@ pub(crate) struct CheckOption {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Machine")]
 pub(crate) struct MachineOptions {
-    /// Whose second-level tables: Arm's stage 2, Intel's EPT or AMD's nested tables
-    #[arg(
-        long,
-        value_enum,
-        value_name = "arm|ept|npt",
-        default_value = "arm",
-        hide_possible_values = true
-    )]
-    pub(crate) arch: Arch,
+    #[command(flatten)]
+    on: BackendOption,
 
-    /// Granule of the stage-2 tables and page size of the host; x86 has 4k only
-    #[arg(
-        long,
-        value_enum,
-        value_name = "4k|16k|64k",
-        default_value = "4k",
-        hide_possible_values = true
-    )]
-    pub(crate) granule: GranuleSize,
+    /// Whose second-level tables: Arm's stage 2, Intel's EPT or AMD's nested tables [default: arm]
+    #[arg(long, value_enum, value_name = "arm|ept|npt", hide_possible_values = true)]
+    arch: Option<Arch>,
+
+    /// Granule of the stage-2 tables and page size of the host; x86 has 4k only [default: 4k]
+    #[arg(long, value_enum, value_name = "4k|16k|64k", hide_possible_values = true)]
+    granule: Option<GranuleSize>,
 
     /// Width of guest-physical addresses that the tables translate, 32 to 52 (x86: from 40) [default: that of the guest mode]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(32..=52))]
@@ -136,6 +128,21 @@ pub(crate) struct MachineOptions {
 }
 
 impl MachineOptions {
+    /// What the workload runs on.
+    pub(crate) fn backend(&self) -> Backend {
+        self.on.backend
+    }
+
+    /// Whose tables, Arm's if nobody says anything.
+    pub(crate) fn arch(&self) -> Arch {
+        self.arch.unwrap_or_default()
+    }
+
+    /// Of the tables and the host, 4K if nobody says anything.
+    pub(crate) fn granule(&self) -> GranuleSize {
+        self.granule.unwrap_or(GranuleSize::K4)
+    }
+
     /// The clock that was asked for, or else `default`.
     pub(crate) fn clock_or(&self, default: Clock) -> Clock {
         self.clock.unwrap_or(default)
@@ -143,13 +150,21 @@ impl MachineOptions {
 
     /// A machine with tables of 4K and what it has if nobody says anything.
     pub(crate) fn plain(arch: Arch) -> Self {
-        let (granule, ipa_bits, fwb) = (GranuleSize::K4, None, false);
-        Self { arch, granule, ipa_bits, fwb, hardware_access: None, clock: None, exits: false }
+        Self {
+            on: BackendOption::default(),
+            arch: Some(arch),
+            granule: None,
+            ipa_bits: None,
+            fwb: false,
+            hardware_access: None,
+            clock: None,
+            exits: false,
+        }
     }
 
     /// Whether hardware sets the access flag, if no log asks for more.
     pub(crate) fn hardware_access(&self) -> bool {
-        self.hardware_access.map_or(self.arch.has_flags(), |switch| switch == Switch::On)
+        self.hardware_access.map_or(self.arch().has_flags(), |switch| switch == Switch::On)
     }
 
     /// Refuses hardware's dirty state, which `log` asked for, where its access flag was forbidden. Under EPT a log without
@@ -160,7 +175,7 @@ impl MachineOptions {
     pub(crate) fn allow_hardware_dirty(&self, log: &str) -> Result<(), Failure> {
         let why = "FEAT_HAFDBS keeps dirty state only where it sets the access flag too; leave --hardware-access out";
         match self.hardware_access {
-            Some(Switch::Off) if self.arch == Arch::Arm => {
+            Some(Switch::Off) if self.arch() == Arch::Arm => {
                 Err(Failure::Usage(format!("{log} --hardware-access off: {why}")))
             }
             _ => Ok(()),

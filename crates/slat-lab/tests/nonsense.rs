@@ -51,6 +51,18 @@ fn what_only_another_architecture_has() {
 }
 
 #[test]
+fn a_backend_that_a_workload_has_not() {
+    for workload in ["dirty-log", "rmap-fork", "touch", "boot", "pre-fault"] {
+        refused(&format!("{workload} --backend metal"), "--backend metal: not yet");
+    }
+    for workload in ["rmap-fork", "touch", "boot", "app"] {
+        refused(&format!("{workload} --backend kvm"), "--backend kvm: not yet");
+    }
+    refused("explain dirty-log --backend kvm", "which the model has");
+    refused("dirty-log --backend iron", "invalid value");
+}
+
+#[test]
 fn numbers_out_of_range() {
     refused("dirty-log -v 0", "1..=1024");
     refused("dirty-log -v 1025", "1..=1024");

@@ -16,6 +16,7 @@ use slat::{Gpa, GpaRange};
 use slat_vm::InvalidateError;
 
 use crate::arch::{Tables, with_tables};
+use crate::backend::Backend;
 use crate::check::Check;
 use crate::failure::Failure;
 use crate::guest::{Pass, Program};
@@ -49,6 +50,13 @@ pub(crate) struct Results {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("access-tracking")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
     let (layout, config) = options.settle(chosen)?;
     let (layout, machine) = (&layout, &options.machine);

@@ -11,6 +11,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use crate::arch::{Tables, with_tables};
+use crate::backend::Backend;
 use crate::check::Check;
 use crate::failure::Failure;
 use crate::guest::{Pass, Program};
@@ -55,6 +56,13 @@ struct Demand {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("demand-paging")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
     let (layout, config) = options.settle(chosen)?;
     let (layout, machine) = (&layout, &options.machine);

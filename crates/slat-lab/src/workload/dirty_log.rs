@@ -14,6 +14,7 @@ use slat::{Gpa, GpaRange};
 use slat_vm::LogError;
 
 use crate::arch::{Tables, with_tables};
+use crate::backend::Backend;
 use crate::check::Check;
 use crate::failure::Failure;
 use crate::guest::{Pass, Program};
@@ -51,6 +52,13 @@ const POPULATE: Pass = Pass { write_percent: 100, random: false };
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("dirty-log")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
     let (backing, mode) = chosen;
     if options.machine.clock_or(Clock::Real) == Clock::Virtual {
@@ -81,6 +89,10 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn explain(options: &Options) -> Result<(), Failure> {
+    if options.machine.backend() != Backend::Model {
+        let why = "--backend: only virtual time can be explained, which the model has";
+        return Err(Failure::Usage(why.to_owned()));
+    }
     if options.machine.clock_or(Clock::Virtual) == Clock::Real {
         return Err(Failure::Usage("--clock real: only virtual time can be explained".to_owned()));
     }

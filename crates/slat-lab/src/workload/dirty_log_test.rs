@@ -13,6 +13,7 @@ use serde::Serialize;
 use slat_vm::LogMode;
 
 use crate::arch::{Tables, with_tables};
+use crate::backend::Backend;
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
 use crate::layout::Layout;
@@ -91,6 +92,13 @@ impl Findings for Found {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("dirty-log-test")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
     let (layout, config) = options.settle(chosen)?;
     let mut all = All::default();

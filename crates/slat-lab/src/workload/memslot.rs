@@ -13,6 +13,7 @@ use serde::Serialize;
 use slat_model::HostMemory;
 
 use crate::arch::{Tables, with_tables};
+use crate::backend::Backend;
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
 use crate::layout::Layout;
@@ -99,6 +100,13 @@ impl Findings for Found {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("memslot")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let Some(mode) = output::chosen(options.mode, guest_mode::list)? else { return Ok(()) };
     let Some(backing) = output::chosen(options.backing, backing::list)? else { return Ok(()) };
     let (layout, config) = options.settle(backing, mode)?;

@@ -13,6 +13,7 @@ use slat::Gpa;
 use slat_vm::{Hva, SlotConfig};
 
 use crate::arch::{Tables, with_tables};
+use crate::backend::Backend;
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
 use crate::guest::{Pass, Program};
@@ -74,6 +75,13 @@ impl Findings for Found {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("memslot-stress")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
     let (layout, config) = options.settle(chosen)?;
     let (layout, machine) = (&layout, &options.machine);

@@ -18,6 +18,7 @@ use slat::Gpa;
 use slat_vm::{Hva, HvaRange, SlotConfig};
 
 use crate::arch::{Tables, with_tables};
+use crate::backend::Backend;
 use crate::check::{Check, Findings};
 use crate::config::GuestConfig;
 use crate::failure::Failure;
@@ -91,6 +92,13 @@ impl Findings for Found {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("mmu-stress")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let Some(mode) = output::chosen(options.mode, guest_mode::list)? else { return Ok(()) };
     let (layout, config) = options.settle(mode)?;
     let (layout, machine) = (&layout, &options.machine);

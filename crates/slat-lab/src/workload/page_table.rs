@@ -14,6 +14,7 @@ use std::time::Instant;
 use slat_vm::LogMode;
 
 use crate::arch::{Tables, with_tables};
+use crate::backend::Backend;
 use crate::check::Check;
 use crate::contents;
 use crate::failure::Failure;
@@ -36,6 +37,13 @@ pub(crate) use options::{LONG_HELP, Options};
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("page-table")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
     let (layout, config) = options.settle(chosen)?;
     let (layout, machine) = (&layout, &options.machine);

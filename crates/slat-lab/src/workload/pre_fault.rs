@@ -12,6 +12,7 @@ use slat::Gpa;
 use slat_vm::{Hva, SlotConfig};
 
 use crate::arch::{Tables, with_tables};
+use crate::backend::Backend;
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
 use crate::model::ModelHost;
@@ -69,6 +70,13 @@ impl Findings for Found {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("pre-fault")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let Some(mode) = output::chosen(options.mode, guest_mode::list)? else { return Ok(()) };
     let Some(backing) = output::chosen(options.backing, backing::list)? else { return Ok(()) };
     let (layout, config) = options.settle(backing, mode)?;

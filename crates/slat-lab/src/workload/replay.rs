@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::touch::{Path, Place, Results, Touched, Toucher};
 use crate::arch::Arch;
 use crate::around::{self, Around};
+use crate::backend::Backend;
 use crate::check::{Check, Unchecked};
 use crate::config::GuestConfig;
 use crate::failure::Failure;
@@ -102,6 +103,13 @@ impl fmt::Display for Config {
 /// # Errors
 /// See [`Failure`].
 pub(super) fn run(name: &'static str, recipe: Recipe, options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(name, recipe, options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks(name)),
+    }
+}
+
+fn on_model(name: &'static str, recipe: Recipe, options: &Options) -> Result<(), Failure> {
     let trace = match &options.trace {
         Some(path) => Trace::load(path)?,
         None => recipe.trace(),

@@ -6,6 +6,7 @@ use serde::Serialize;
 use slat_shadow::rmap::{Chains, ReverseMaps};
 use slat_shadow::{Histogram, ShadowOptions};
 
+use crate::backend::Backend;
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
 use crate::output;
@@ -79,6 +80,13 @@ impl Findings for Found {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.on.backend {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("rmap-fork")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let config = options.settle()?;
     let ended = play(&config)?;
     let report = Report {

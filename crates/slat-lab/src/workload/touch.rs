@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use crate::arch::{Tables, with_tables};
 use crate::around::Around;
+use crate::backend::Backend;
 use crate::check::{Check, Unchecked};
 use crate::config::GuestConfig;
 use crate::failure::Failure;
@@ -100,6 +101,13 @@ impl Place<'_> {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match options.machine.backend() {
+        Backend::Model => on_model(options),
+        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("touch")),
+    }
+}
+
+fn on_model(options: &Options) -> Result<(), Failure> {
     let (layout, config) = options.settle()?;
     let (phases, recorded) = measure(options, &layout, &config)?;
     if let Some(path) = &options.record {

@@ -205,7 +205,7 @@ impl Options {
         };
         let check = self.check.check;
         let (layout, guest) = config::settle(&self.memory, &self.machine, plan, chosen, check)?;
-        let asked = self.log == LogKind::Hardware && self.machine.arch == Arch::Arm;
+        let asked = self.log == LogKind::Hardware && self.machine.arch() == Arch::Arm;
         let hardware_access = guest.hardware_access || asked;
         let config = Config {
             guest: GuestConfig { hardware_access, ..guest },

@@ -160,7 +160,7 @@ impl Options {
         config::settle(&self.memory, &self.machine, plan, chosen, check)?;
         let (backing, mode) = chosen;
         let vcpus = self.memory.vcpus;
-        let page = mode.page_size.max(self.machine.granule.page_size()).0;
+        let page = mode.page_size.max(self.machine.granule().page_size()).0;
         let more = (MORE_PAGES * mode.page_size.0).next_multiple_of(page);
         // To the layout the whole is one vCPU's.
         let memory = MemoryOptions {

@@ -103,7 +103,7 @@ impl Options {
     /// [`Failure::Usage`] with what makes no sense.
     pub(crate) fn settle(&self, mode: GuestMode) -> Result<(Layout, Config), Failure> {
         let Gigabytes(slot_size) = self.slot_size;
-        let page = mode.page_size.max(self.machine.granule.page_size());
+        let page = mode.page_size.max(self.machine.granule().page_size());
         if !slot_size.0.is_multiple_of(page.0) {
             let why = format!("-s {slot_size}: a slot has whole pages of {page}");
             return Err(Failure::Usage(why));

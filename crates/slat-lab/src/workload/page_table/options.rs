@@ -69,7 +69,7 @@ impl Options {
     /// [`Failure::Usage`] with what makes no sense.
     pub(crate) fn settle(&self, chosen: (Backing, GuestMode)) -> Result<(Layout, Config), Failure> {
         let vcpus = self.memory.vcpus;
-        let large = chosen.0.page_size(self.machine.granule).max(chosen.1.page_size);
+        let large = chosen.0.page_size(self.machine.granule()).max(chosen.1.page_size);
         let bytes = self.memory.bytes;
         let rounded = bytes.0.checked_next_multiple_of(large.0).map_or(bytes, Size);
         // All of it is every vCPU's.

@@ -81,7 +81,7 @@ impl Options {
         backing: Backing,
         mode: GuestMode,
     ) -> Result<(Layout, Config), Failure> {
-        let page = mode.page_size.max(self.machine.granule.page_size()).0;
+        let page = mode.page_size.max(self.machine.granule().page_size()).0;
         let bits = self.machine.ipa_bits.unwrap_or(mode.physical_bits).min(mode.physical_bits);
         // To the layout the whole is one vCPU's.
         let memory = MemoryOptions {

@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 
 use super::kernel::PAGE;
+use crate::backend::BackendOption;
 use crate::failure::Failure;
 use crate::options::{CheckOption, OutputOptions};
 use crate::size::Size;
@@ -71,6 +72,9 @@ pub(crate) struct Options {
     /// What it takes to leave the guest and to enter it again, in nanoseconds that the CPU spins; the model alone takes none
     #[arg(long, value_name = "NS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     exit_time: u64,
+
+    #[command(flatten)]
+    pub(super) on: BackendOption,
 
     /// Statistics of exits from the guest, as the kernel's perf tool prints them: by reason, how many and how long
     #[arg(long, help_heading = "Output")]
@@ -157,6 +161,7 @@ impl Config {
             design,
             shadow_pages: 65536,
             exit_time,
+            on: BackendOption::default(),
             exits: false,
             check: CheckOption { check: false },
             output: OutputOptions { json: false },
