@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use crate::exits::Exits;
 use crate::failure::Failure;
 use crate::guest::{GuestMemory, Order, Pass, Program, Pulse, Watch};
+use crate::pinning::Pinning;
 use crate::report::Counters;
 
 /// How often whoever waits looks up.
@@ -53,6 +54,7 @@ pub(crate) trait RunOn<V: Vcpu>: Guest {
 pub(crate) struct Board {
     pulses: Vec<Pulse>,
     stop: AtomicBool,
+    pinning: Option<Pinning>,
 }
 
 impl Board {
@@ -62,7 +64,13 @@ impl Board {
         let processors = thread::available_parallelism().map_or(1, NonZero::get);
         let yields = checked && vcpus > 2 * processors;
         let pulse = || if yields { Pulse::yielding() } else { Pulse::default() };
-        Self { pulses: (0..vcpus).map(|_| pulse()).collect(), stop: AtomicBool::new(false) }
+        let pulses = (0..vcpus).map(|_| pulse()).collect();
+        Self { pulses, stop: AtomicBool::new(false), pinning: None }
+    }
+
+    /// The same, with threads that stay where they are told to.
+    pub(crate) fn pinned(self, pinning: Option<Pinning>) -> Self {
+        Self { pinning, ..self }
     }
 }
 
@@ -281,9 +289,10 @@ fn work<V: Vcpu, P: RunOn<V>>(
     tasks: &Receiver<P::Order>,
     messenger: &Messenger,
 ) -> P {
+    let pinned = board.pinning.as_ref().map_or(Ok(()), |pins| pins.pin_vcpu(messenger.index));
     let watch = Watch { pulse: &board.pulses[messenger.index], stop: &board.stop };
     while let Ok(order) = tasks.recv() {
-        let result = program.run(&mut vcpu, order, watch);
+        let result = pinned.clone().and_then(|()| program.run(&mut vcpu, order, watch));
         let failed = result.is_err();
         messenger.send(result.map(|()| (vcpu.counters(), vcpu.take_exits())));
         if failed {

@@ -27,6 +27,7 @@ mod model;
 mod options;
 mod output;
 mod page;
+mod pinning;
 mod progress;
 mod random;
 mod report;

@@ -21,6 +21,7 @@ use crate::failure::Failure;
 use crate::guest::GuestMemory;
 use crate::layout::Layout;
 use crate::options::MachineOptions;
+use crate::pinning::Pinning;
 use crate::report::{Counters, Invalidations};
 
 const MAX_TABLES: u32 = 1 << 24;
@@ -99,12 +100,14 @@ pub(crate) struct Equipment {
     pub(crate) hardware_dirty: bool,
     /// How far a fault maps round its page, if the host has anything there at hand.
     pub(crate) around: Option<Around>,
+    /// Where the threads stay.
+    pub(crate) pinning: Option<Pinning>,
 }
 
 impl From<ModelHost> for Equipment {
-    /// Neither rings nor dirty state, and the engine's own window.
+    /// Neither rings nor dirty state, the engine's own window, and threads that go where they like.
     fn from(host: ModelHost) -> Self {
-        Self { host, dirty_ring: None, hardware_dirty: false, around: None }
+        Self { host, dirty_ring: None, hardware_dirty: false, around: None, pinning: None }
     }
 }
 
@@ -119,7 +122,7 @@ pub(crate) fn vm<'m, T: Tables>(
     options: &MachineOptions,
 ) -> Result<ModelVm<'m, T>, Failure> {
     let usage = |error: &dyn std::error::Error| Failure::Usage(error.to_string());
-    let Equipment { host, dirty_ring, hardware_dirty, around } = equipment;
+    let Equipment { host, dirty_ring, hardware_dirty, around, .. } = equipment;
     let format = T::tables(layout.ipa_bits, options, hardware_dirty);
     let format = format.map_err(|error| usage(&error))?;
     let eager_split = layout.eager_split.chunk().map(|chunk| chunk.0);

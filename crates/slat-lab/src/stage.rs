@@ -109,10 +109,15 @@ impl<'m> Ground<'m> {
     {
         let Self { model, layout, machine, .. } = self;
         let broken = |error: &dyn std::error::Error| Failure::Run(error.to_string());
-        let vm = model::vm::<T>(model, equipment.into(), layout, machine)?;
+        let mut equipment = equipment.into();
+        let pinning = equipment.pinning.take();
+        if let Some(pinning) = &pinning {
+            pinning.pin_main().map_err(Failure::Run)?;
+        }
+        let vm = model::vm::<T>(model, equipment, layout, machine)?;
         let worker = vm.worker().map_err(|error| broken(&error))?;
         let accesses: u64 = programs.iter().map(Guest::accesses).sum();
-        let board = Board::new(programs.len(), model.is_checked());
+        let board = Board::new(programs.len(), model.is_checked()).pinned(pinning);
         let vcpu = |(index, program)| {
             let mut vcpu = ModelVcpu::new(&vm, index)?;
             if machine.exits {

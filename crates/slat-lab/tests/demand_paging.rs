@@ -63,7 +63,7 @@ fn the_report_has_the_documented_shape() {
     assert_eq!((&report["workload"], &report["check"]), (&"demand-paging".into(), &Value::Null));
     let expected = json!({
         "vcpus": 2, "bytes": 1 << 20, "backing": "anonymous", "backing_page": 4096, "overlap": false,
-        "userfault": "MISSING", "single": true, "delay_microseconds": 1, "readers": 2,
+        "userfault": "MISSING", "single": true, "delay_microseconds": 1, "readers": 2, "pinning": null,
         "gpa": (1u64 << 40) - (2 << 20), "arch": "arm", "granule": "4k", "ipa_bits": 40, "fwb": false,
         "hardware_access": false, "clock": "real", "check": false,
         "mode": {

@@ -54,7 +54,7 @@ fn the_report_has_the_documented_shape() {
         "vcpus": 2, "bytes": 4 << 20, "iterations": 2, "write_percent": 50, "random_order": true,
         "seed": 7, "log": "bitmap", "ring_entries": null, "manual_protect": false, "run_while_disabling": true, "overlap": true, "slots": 2,
         "backing": "anonymous_thp", "backing_page": 2 << 20, "arch": "arm", "granule": "4k", "ipa_bits": 40,
-        "eager_split": null, "split_threads": null, "fwb": false, "hardware_access": false, "clock": "real", "check": false,
+        "eager_split": null, "split_threads": null, "pinning": null, "fwb": false, "hardware_access": false, "clock": "real", "check": false,
         "gpa": (1u64 << 40) - (8 << 20),
         "mode": {
             "number": 6, "name": "P40V48_4K", "physical_bits": 40, "virtual_bits": 48, "page_size": 4096

@@ -331,3 +331,15 @@ fn a_reader_that_goes_away_is_no_reason_to_panic() {
     assert_ne!(output.status.code(), Some(101));
     assert!(output.stderr.is_empty());
 }
+
+#[test]
+fn processors_that_do_not_fit_the_vcpus() {
+    refused("dirty-log -v 2 -b 1M -c 0", "1 processors for 2 vCPUs");
+    refused("demand-paging -b 1M -c 0,0,0", "3 processors for 1 vCPUs");
+    refused("dirty-log -b 1M -c 99999", "may not run on processor 99999");
+    refused("dirty-log -b 1M -c zero", "invalid value");
+    refused(
+        "dirty-log -b 2M -s anonymous_thp --clock virtual -c 0",
+        "-c: vCPUs have no processors",
+    );
+}

@@ -16,7 +16,7 @@ use crate::check::Check;
 use crate::failure::Failure;
 use crate::guest::{Pass, Program};
 use crate::layout::Layout;
-use crate::model::{self, ModelHost};
+use crate::model::{self, Equipment, ModelHost};
 use crate::random::Dice;
 use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
@@ -181,7 +181,8 @@ fn play<T: Tables>(
         None => ModelHost::of(ground.memory),
     };
     let guests = (0..config.guest.vcpus).map(|index| program(ground.layout, config, index));
-    let ended = ground.play_on::<T, _, _>(host, guests.collect(), 1, |stage| {
+    let equipment = Equipment { pinning: config.pinning.clone(), ..host.into() };
+    let ended = ground.play_on::<T, _, _>(equipment, guests.collect(), 1, |stage| {
         if config.userfault == Some(Mode::Minor) {
             fill(stage, ground);
         }

@@ -127,6 +127,7 @@ fn measure<T: Tables>(
         dirty_ring: config.ring_entries,
         hardware_dirty: config.log == LogKind::Hardware,
         around: None,
+        pinning: config.pinning.clone(),
     };
     let ended = ground.play_on::<T, _, _>(equipment, writers, 1 + config.iterations, |stage| {
         let log = || Log::new(ground.layout);

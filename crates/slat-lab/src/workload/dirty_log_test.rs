@@ -199,6 +199,7 @@ fn measure<T: Tables>(
         dirty_ring: (way == Way::DirtyRing).then_some(config.ring_entries),
         hardware_dirty: way == Way::Hardware,
         around: None,
+        pinning: None,
     };
     let ended = ground.play_on::<T, _, _>(equipment, dirtiers, 0, |stage| {
         let host_pages = layout.slot_pages();

@@ -13,6 +13,7 @@ use crate::failure::Failure;
 use crate::guest_mode::GuestMode;
 use crate::layout::{Layout, Plan};
 use crate::options::{CheckOption, MachineOptions, MemoryOptions, OutputOptions, OverlapOption};
+use crate::pinning::{PinOption, Pinning};
 
 /// More threads than any computer has processors.
 const MAX_READERS: i64 = 1024;
@@ -62,6 +63,9 @@ pub(crate) struct Options {
     readers: u32,
 
     #[command(flatten)]
+    pin: PinOption,
+
+    #[command(flatten)]
     pub(crate) machine: MachineOptions,
 
     #[command(flatten)]
@@ -82,6 +86,7 @@ pub(crate) struct Config {
     pub(crate) single: bool,
     pub(crate) delay_microseconds: u32,
     pub(crate) readers: u32,
+    pub(crate) pinning: Option<Pinning>,
 }
 
 impl Options {
@@ -108,6 +113,7 @@ impl Options {
             single: self.single || overlap,
             delay_microseconds: self.delay,
             readers: self.readers,
+            pinning: self.pin.settle(self.memory.vcpus)?,
         };
         Ok((layout, config))
     }
@@ -152,6 +158,9 @@ impl fmt::Display for Config {
         }
         if *delay_microseconds > 0 {
             write!(f, ", {delay_microseconds} us delay")?;
+        }
+        if self.pinning.is_some() {
+            f.write_str(", pinned")?;
         }
         writeln!(f)?;
         guest.machine_line(f, "")

@@ -292,6 +292,7 @@ fn refuse(options: &Options, backing: Backing, mode: GuestMode) -> Result<(), Fa
         (options.overlap.overlap, "-o: vCPUs use memory of their own in virtual time"),
         (options.slots.slots != 1, "-x: virtual time has one memslot"),
         (options.offset.offset.is_some(), "-p: guest memory begins at 0 in virtual time"),
+        (options.pin.is_given(), "-c: vCPUs have no processors of their own in virtual time"),
         (options.write_percent != 100, "-w: vCPUs only write in virtual time"),
         (options.run_while_disabling, "-e: vCPUs stand while the log is disabled in virtual time"),
         (options.random_order, "-a: vCPUs write page after page in virtual time"),

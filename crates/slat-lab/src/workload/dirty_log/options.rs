@@ -17,6 +17,7 @@ use crate::options::{
     CheckOption, EagerSplit, EagerSplitOption, MachineOptions, MemoryOptions, OffsetOption,
     OutputOptions, OverlapOption, SlotsOption,
 };
+use crate::pinning::{PinOption, Pinning};
 
 /// What follows the options in `--help`.
 pub(crate) const LONG_HELP: &str = "\
@@ -59,6 +60,9 @@ pub(crate) struct Options {
 
     #[command(flatten)]
     pub(super) offset: OffsetOption,
+
+    #[command(flatten)]
+    pub(super) pin: PinOption,
 
     /// Rounds of dirty, get, clear; at least 2
     #[arg(short = 'i', long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..))]
@@ -153,6 +157,7 @@ pub(crate) struct Config {
     pub(crate) slots: u32,
     pub(crate) eager_split: EagerSplit,
     pub(crate) split_threads: Option<u32>,
+    pub(crate) pinning: Option<Pinning>,
 }
 
 impl Config {
@@ -224,6 +229,7 @@ impl Options {
             slots: plan.slots,
             eager_split: plan.eager_split,
             split_threads: self.split_threads,
+            pinning: self.pin.settle(self.memory.vcpus)?,
         };
         Ok((layout, config))
     }
@@ -270,6 +276,9 @@ impl fmt::Display for Config {
         }
         if self.run_while_disabling {
             f.write_str(", running while disabling")?;
+        }
+        if self.pinning.is_some() {
+            f.write_str(", pinned")?;
         }
         writeln!(f)?;
         let threads = match self.split_threads {
