@@ -12,7 +12,7 @@ fn collect(world: World, worker: &mut Worker<'static, Tables>) -> bool {
     bitmap[0] & 1 == 1
 }
 
-/// CASES 47: a page was written, and the host takes it back while it is collected.
+/// A page was written, and the host takes it back while it is collected.
 fn collection_against_an_unmap(world: World) {
     let mut worker = world.worker();
     world.vm.enable_log(&mut worker, SLOT, LogMode::Hardware).unwrap();

@@ -24,7 +24,7 @@ fn no_stale_page(world: World, worker: &Worker<'static, Tables>) {
     world.expect(!stale, "a stale page is installed");
 }
 
-/// CASES 15 and 39: a fault asks for a page while the host moves it.
+/// A fault asks for a page while the host moves it.
 fn move_against_a_fault(world: World) {
     let guest = world.guest().spawn(|guest| {
         guest.fault(Access::Write, FaultKind::Translation);
@@ -98,7 +98,7 @@ fn an_invalidation_elsewhere_sends_no_fault_back() {
     Model::new().explore(an_invalidation_elsewhere);
 }
 
-/// CASES 41: a look-up uses the page while the host takes it back.
+/// A look-up uses the page while the host takes it back.
 fn move_against_a_look_up(world: World) {
     let mut worker = world.worker();
     world.guest().write(|_| {});

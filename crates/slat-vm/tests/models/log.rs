@@ -53,7 +53,7 @@ impl Page {
     }
 }
 
-/// CASES 43: a page is written for the first time while the log is enabled.
+/// A page is written for the first time while the log is enabled.
 fn enable_against_a_fault(world: World) {
     let page = Page::new();
     let guest = world.guest().spawn({
@@ -84,7 +84,7 @@ fn a_fault_escapes_a_log_that_is_enabled_without_a_grace_period() {
     Model::without(Skip::SlotGrace).explore(enable_against_a_fault);
 }
 
-/// CASES 24: a page that is in the log is written to during a collection.
+/// A page that is in the log is written to during a collection.
 fn collection_against_writes(world: World) {
     let page = Page::new();
     let mut worker = world.worker();

@@ -5,7 +5,7 @@ use slat_vm::sabotage::Skip;
 
 use crate::world::{Model, SLOT, World};
 
-/// CASES 23: a slot is deleted while a fault has looked it up.
+/// A slot is deleted while a fault has looked it up.
 fn delete_against_a_fault(world: World) {
     let guest = world.guest().spawn(|guest| guest.write(|_| {}));
     let mut worker = world.worker();

@@ -96,7 +96,7 @@ fn a_table_that_became_a_block_is_used_without_a_grace_period() {
     Model::without(Skip::GracePeriod).explore(a_block_over_a_table_in_use);
 }
 
-/// CASES 44 and 45: one of two writable pages is write-protected while they are collapsed.
+/// One of two writable pages is write-protected while they are collapsed.
 fn write_protect_of_a_table_being_collapsed(world: World) {
     world.worker(1).map(0, 2, host(0), RW);
     world.vcpu(0, 0).access(0, true, |_| {});

@@ -97,7 +97,7 @@ impl Host {
     }
 }
 
-/// CASES 15, 39 and 40.
+/// The host moves a page while a fault asks for it.
 fn move_against_a_fault(variant: Variant) -> impl Fn(World) + Send + Sync {
     move |world| {
         let host_memory = Host::new(variant);
@@ -142,7 +142,7 @@ fn a_stale_page_is_installed_if_a_pin_has_no_fence() {
     Model::without(Skip::PinFence).explore(move_against_a_fault(Variant::Right));
 }
 
-/// CASES 41.
+/// The host moves a page while a look-up uses it.
 fn move_against_a_look_up(variant: Variant) -> impl Fn(World) + Send + Sync {
     move |world| {
         let mut worker = world.worker(1);

@@ -51,7 +51,7 @@ impl Slot {
     }
 }
 
-/// CASES 43: a fault has read "log off" when the log is enabled.
+/// A fault has read "log off" when the log is enabled.
 fn enable_against_a_fault(without: Without) -> impl Fn(World) + Send + Sync {
     move |world| {
         let slot = Slot { without, logged: AtomicBool::new(false), bit: AtomicBool::new(false) };

@@ -7,7 +7,7 @@ use crate::world::{Model, World, gpa, host};
 
 const RW: Attributes = Attributes::RW;
 
-/// CASES 6: two vCPUs fault on one page, and the host gives both the same.
+/// Two vCPUs fault on one page, and the host gives both the same.
 fn one_page_for_two(world: World) {
     let other = world.vcpu(0, 1).spawn(|vcpu| vcpu.fault(0, Level::LAST, host(0), RW));
     let mut vcpu = world.vcpu(1, 1);

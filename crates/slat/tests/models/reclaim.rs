@@ -21,7 +21,7 @@ fn look(actor: &Actor) {
     actor.world.expect(right, "a look-up finds what was never mapped");
 }
 
-/// CASES 40 and 50: a table is detached and freed while a look-up stands in it.
+/// A table is detached and freed while a look-up stands in it.
 fn look_up_in_a_table_being_freed(world: World) {
     let mut worker = world.worker(1);
     worker.map(0, 1, host(0), RW);

@@ -6,7 +6,7 @@ use slat::{Attributes, Level};
 use crate::format::BLOCK;
 use crate::world::{Model, World, gpa, host, range};
 
-/// A vCPU that uses a read-only block faults for one page of it, while the block is split (CASES 29).
+/// A vCPU that uses a read-only block faults for one page of it, while the block is split.
 fn fault_on_a_block_being_split(world: World) {
     world.worker(0).map_as(0, 2, host(0), Attributes::RO, BLOCK);
     world.vcpu(0, 0).access(0, false, |_| {});

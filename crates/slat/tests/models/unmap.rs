@@ -18,7 +18,7 @@ fn translates(world: World, output: slat::Hpa) -> bool {
     world.machine.caches(gpa(0), |cached| cached.output == output)
 }
 
-/// CASES 42: a page that CPU 1 uses is unmapped, and CPU 0 faults on it and gets another.
+/// A page that CPU 1 uses is unmapped, and CPU 0 faults on it and gets another.
 fn unmap_and_install(world: World) {
     let mut worker = world.worker(1);
     worker.map(0, 1, host(0), RW);
@@ -79,7 +79,7 @@ fn a_table_freed_without_a_grace_period_is_installed_into() {
     Model::without(Skip::GracePeriod).cpus(2).explore(unmap_a_table_and_install);
 }
 
-/// CASES 42: two threads unmap a page in use; neither returns before no TLB has it.
+/// Two threads unmap a page in use; neither returns before no TLB has it.
 fn two_unmaps(pages: u64) -> impl Fn(World) + Send + Sync {
     move |world| {
         let mut worker = world.worker(1);
@@ -117,7 +117,7 @@ fn an_unmap_of_a_page_and_of_its_table_return_after_an_invalidation() {
     Model::new().explore(two_unmaps(2));
 }
 
-/// CASES 31: two threads write-protect a page in use.
+/// Two threads write-protect a page in use.
 fn two_write_protects(world: World) {
     world.worker(1).map(0, 1, host(0), RW);
     world.vcpu(0, 0).access(0, true, |_| {});
@@ -142,7 +142,7 @@ fn a_second_write_protect_returns_early_if_nobody_counts_the_open_ones() {
     Model::without(Skip::Open).explore(two_write_protects);
 }
 
-/// CASES 47: hardware marks a page dirty while its table is unmapped.
+/// Hardware marks a page dirty while its table is unmapped.
 fn unmap_against_a_hardware_write(world: World) {
     let clean = Attributes { dirty: slat::Dirty::Clean, ..RW };
     let mut worker = world.worker(1);
@@ -167,7 +167,7 @@ fn an_unmap_of_a_table_unread_loses_a_write() {
     Model::without(Skip::LeafByLeaf).hardware_dirty().explore(unmap_against_a_hardware_write);
 }
 
-/// CASES 49: CPU 1 has a read-only translation of a page that CPU 0 makes writable.
+/// CPU 1 has a read-only translation of a page that CPU 0 makes writable.
 fn a_page_made_writable_by_another(world: World) {
     world.worker(1).map(0, 1, host(0), Attributes::RO);
     world.vcpu(1, 0).access(0, false, |_| {});
