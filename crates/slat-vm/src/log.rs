@@ -346,7 +346,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         }
     }
 
-    /// Protects the slot, unless the log `number` has gone and there may be another's marks in the entries.
+    /// Protects the slot, unless the log `number` has gone: then its pages have gone too, or another log may have begun,
+    /// whose marks these are.
     fn protect_for(
         &self,
         worker: &mut Worker<'m, M>,
@@ -354,15 +355,15 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         number: u64,
         range: GpaRange,
     ) -> Result<(), LogError> {
-        let _aiming = self.aimed.enter();
-        let pin = worker.hands.participant.pin();
-        let log = self.slots.read(&pin)?.get(id).and_then(|slot| slot.log.as_ref());
-        let there = log.is_some_and(|log| log.number == number);
-        drop(pin);
-        if there {
-            self.protect(worker, id.space, range)?;
+        // A slot that is on its way elsewhere is waited for: until then its pages may be writable.
+        let change = self.slots.lock(&mut worker.hands.participant)?;
+        let log = change.map().get(id).and_then(|slot| slot.log.as_ref());
+        if log.is_none_or(|log| log.number != number) {
+            return Ok(());
         }
-        Ok(())
+        let _aiming = self.aimed.enter();
+        drop(change);
+        Ok(self.protect(worker, id.space, range)?)
     }
 
     fn check_mode(&self, mode: LogMode) -> Result<(), LogError> {
