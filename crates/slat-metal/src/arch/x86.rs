@@ -1,0 +1,1 @@
+//! AMD's SVM, on QEMU's `q35`.
