@@ -89,6 +89,8 @@ pub(crate) trait Arch {
     /// A counter of the finest resolution that there is. Where instructions are what time is counted in, and each takes a
     /// nanosecond (QEMU: `-icount shift=0`), it goes up by one for each.
     fn instructions() -> u64;
+    /// Makes this CPU leave its guest after so many ticks, once.
+    fn set_alarm(ticks: u64);
 
     /// Which CPU this is, from 0.
     fn cpu() -> usize;
@@ -116,6 +118,9 @@ pub(crate) trait Arch {
     fn vcpu(start: &Start) -> Self::Vcpu;
     /// Runs the guest on the tree with this root register ([`slat::Tree::root_register`]) until it leaves.
     fn enter(vcpu: &mut Self::Vcpu, root: u64) -> Left;
+
+    /// This CPU runs no guest any more: hardware may forget the tree's root.
+    fn retire();
 
     /// The guest's side of [`Left::Call`]: the instruction that leaves. Inlined into what runs in the guest.
     fn signal();

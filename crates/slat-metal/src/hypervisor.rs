@@ -1,38 +1,52 @@
-//! From the first instruction of Rust to the end of the run.
+//! From the first instruction in Rust to the end of the run.
 #![expect(unsafe_code, reason = "gives heap and frames the memory that the boot loader has left")]
 
-use alloc::string::String;
+use slat_metal::options::Options;
+use slat_metal::report::DONE;
 
 use crate::arch::{Arch, Boot, Here};
-use crate::console;
-use crate::frames::Frames;
-use crate::heap;
+use crate::machine::METAL;
+use crate::{console, crew, heap, workload};
 
-static FRAMES: Frames = Frames::empty();
-/// The share of memory that is heap.
+/// One part of memory in so many is heap.
 const HEAP_SHARE: u64 = 8;
 
 /// The first CPU is up: called once, by the architecture.
 pub(crate) fn start(boot: Boot) -> ! {
-    let memory = boot.memory.clone();
+    let Boot { memory, command_line, cpus } = boot;
     let split = memory.start + (memory.end - memory.start) / HEAP_SHARE;
     // SAFETY: the architecture says that nobody uses the memory, and this is the only call.
     unsafe {
         heap::init(memory.start..split);
-        FRAMES.init(split..memory.end);
+        METAL.frames.init(split..memory.end);
     }
-    console::line(format_args!(
-        "{}, {} CPUs, memory {:#x?}, command line {:?}",
-        Here::NAME,
-        boot.cpus,
-        boot.memory,
-        String::from(boot.command_line)
-    ));
-    console::line(format_args!("{:?} {:?}", Here::features(), FRAMES.tables(2)));
-    Here::power_off(false)
+    for cpu in 1..cpus {
+        if let Err(why) = Here::start_cpu(cpu) {
+            console::fail(format_args!("CPU {cpu}: {why}"));
+        }
+    }
+    match run(command_line, cpus) {
+        Ok(()) => {
+            console::line(format_args!("{DONE}"));
+            Here::power_off(false)
+        }
+        Err(why) => console::fail(format_args!("{why}")),
+    }
 }
 
 /// Another CPU is up: called by the architecture.
 pub(crate) fn start_secondary(cpu: usize) -> ! {
-    console::fail(format_args!("cpu {cpu}: nothing to do"))
+    crew::serve(cpu)
+}
+
+fn run(command_line: &str, cpus: usize) -> Result<(), alloc::string::String> {
+    let options = Options::parse(command_line)?;
+    let vcpus = options.vcpus.unwrap_or(cpus as u32);
+    if vcpus as usize > cpus {
+        return Err(alloc::format!("vcpus={vcpus}: this machine has {cpus} CPUs, one for each"));
+    }
+    if !options.invalidate {
+        METAL.drop_invalidations();
+    }
+    workload::run(&options, vcpus)
 }

@@ -9,11 +9,33 @@ mod arch;
 #[cfg(target_os = "none")]
 mod console;
 #[cfg(target_os = "none")]
+mod counts;
+#[cfg(target_os = "none")]
+mod crew;
+#[cfg(target_os = "none")]
 mod frames;
+#[cfg(target_os = "none")]
+mod guest;
 #[cfg(target_os = "none")]
 mod heap;
 #[cfg(target_os = "none")]
+mod host;
+#[cfg(target_os = "none")]
 mod hypervisor;
+#[cfg(target_os = "none")]
+mod machine;
+#[cfg(target_os = "none")]
+mod rings;
+#[cfg(target_os = "none")]
+mod served;
+#[cfg(target_os = "none")]
+mod stage;
+#[cfg(target_os = "none")]
+mod vcpu;
+#[cfg(target_os = "none")]
+mod watchdog;
+#[cfg(target_os = "none")]
+mod workload;
 
 #[cfg(not(target_os = "none"))]
 fn main() {

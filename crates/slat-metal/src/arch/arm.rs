@@ -59,6 +59,8 @@ impl Arch for Arm {
         Self::ticks()
     }
 
+    fn set_alarm(_ticks: u64) {}
+
     #[inline(always)]
     fn cpu() -> usize {
         read!("TPIDR_EL2") as usize
@@ -127,6 +129,12 @@ impl Arch for Arm {
     #[inline(always)]
     fn enter(vcpu: &mut Vcpu, root: u64) -> Left {
         vcpu.enter(root)
+    }
+
+    fn retire() {
+        RESIDENT.store(0, Ordering::Relaxed);
+        write!("VTTBR_EL2", 0);
+        isb();
     }
 
     #[inline(always)]
