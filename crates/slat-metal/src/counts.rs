@@ -34,11 +34,16 @@ impl Kind {
             _ => None,
         }
     }
+}
 
-    #[inline(always)]
-    pub(crate) fn is_invalidation(self) -> bool {
-        !matches!(self, Self::Publish | Self::TablesAllocated | Self::TablesFreed)
-    }
+/// Whether an instruction removes translations from TLBs; the others are barriers, and changes of context.
+#[inline(always)]
+pub(crate) fn is_invalidation(instruction: Instruction) -> bool {
+    use Instruction::*;
+    !matches!(
+        instruction,
+        DsbIshst | DsbIsh | DsbNshst | DsbNsh | Isb | EnterContext(_) | LeaveContext
+    )
 }
 
 /// One CPU's.

@@ -8,7 +8,7 @@ use slat::maintenance::{Features, Instruction};
 use slat::{Entry, Hpa, Machine, Slot};
 
 use crate::arch::{Arch, Here, MAX_CPUS};
-use crate::counts::{Counts, Kind};
+use crate::counts::{Counts, Kind, is_invalidation};
 use crate::frames::Frames;
 
 /// Each vCPU, and whoever maintains the tables: the first CPU, and whoever empties dirty rings.
@@ -60,11 +60,10 @@ unsafe impl Machine for Metal {
 
     #[inline(always)]
     fn execute(&self, instruction: Instruction) {
-        let counted = Kind::of(instruction);
-        if counted.is_some_and(Kind::is_invalidation) && self.drops.load(Ordering::Relaxed) {
+        if is_invalidation(instruction) && self.drops.load(Ordering::Relaxed) {
             return;
         }
-        if let Some(kind) = counted {
+        if let Some(kind) = Kind::of(instruction) {
             self.count(kind, 1);
         }
         Here::execute(instruction);
