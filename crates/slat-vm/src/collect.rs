@@ -103,7 +103,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             LogMode::Ring { backup: false } => Err(LogError::Ring),
         };
         if collected == Err(LogError::Gone) {
-            self.hand_back(worker, &subject, bitmap)?;
+            self.hand_back(worker, &subject, (0, bitmap))?;
         }
         collected?;
         let pages = count(bitmap);
@@ -144,13 +144,18 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         &self,
         worker: &mut Worker<'m, M>,
         subject: &Subject,
-        bitmap: &[u64],
+        (first, bitmap): (usize, &[u64]),
     ) -> Result<(), LogError> {
         let change = self.slots.lock(&mut worker.hands.participant)?;
         let log = change.map().get(subject.id).and_then(|slot| slot.log.as_ref());
         if let Some(log) = log.filter(|log| log.origin == subject.origin) {
-            for (word, &bits) in bitmap.iter().enumerate().filter(|(_, bits)| **bits != 0) {
-                log.bitmap.put(word, bits);
+            // What a caller asked for may have bits beyond the end.
+            let inside = |word| match subject.pages.saturating_sub(word as u64 * SECTION) {
+                pages @ 0..SECTION => (1 << pages) - 1,
+                _ => u64::MAX,
+            };
+            for (word, bits) in (first..).zip(bitmap).filter(|(_, bits)| **bits != 0) {
+                log.bitmap.put(word, bits & inside(word));
             }
         }
         Ok(())
@@ -259,7 +264,8 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// [`LogError::FirstPage`] unless `first` is a multiple of 64; [`LogError::BeyondEnd`]; [`LogError::PageCount`]
     /// unless `pages` is a multiple of 64 or ends with the slot; [`LogError::NotManual`], [`LogError::Ring`]; [`LogError::BitmapLength`] unless the bitmap has
     /// exactly one bit for each of `pages`, rounded up to words; [`LogError::NoSlot`], [`LogError::NotEnabled`]:
-    /// nothing was cleared. [`LogError::Gone`] if the log is disabled meanwhile; [`LogError::OtherMachine`].
+    /// nothing was cleared. [`LogError::Gone`] if the log is disabled, or its slot moved or deleted, meanwhile: a slot that
+    /// moved reports all pages of `bitmap` again. [`LogError::OtherMachine`].
     pub fn clear_dirty_log(
         &self,
         worker: &mut Worker<'m, M>,
@@ -278,12 +284,20 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let page_size = self.tree().geometry().page_size();
         let start = subject.range.start().0 + first * page_size;
         let Some(range) = GpaRange::new(Gpa(start), pages * page_size) else { return Ok(0) };
-        // As when a collection protects.
-        let _aiming = self.aimed.enter();
-        self.open(worker, &subject)?;
+        let word = first / SECTION;
         let mut cleared = 0;
-        let done = self.clear_words(worker, &subject, first / SECTION, bitmap, &mut cleared);
-        self.close(worker, &subject, range, done)?;
+        // As when a collection protects.
+        let aiming = self.aimed.enter();
+        let done = self.open(worker, &subject).and_then(|()| {
+            let done = self.clear_words(worker, &subject, word, bitmap, &mut cleared);
+            self.close(worker, &subject, range, done)
+        });
+        // Before the lock of the slots, whose holder may wait for this.
+        drop(aiming);
+        if done == Err(LogError::Gone) {
+            self.hand_back(worker, &subject, (word as usize, bitmap))?;
+        }
+        done?;
         worker.statistics.collected += cleared;
         Ok(cleared)
     }

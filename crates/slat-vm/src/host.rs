@@ -85,7 +85,8 @@ pub trait Host: Sync {
     }
 
     /// The guest can now write to `size` bytes from `hva` without a fault. Called after a fault that made it so, before
-    /// the guest resumes; not while pinned.
+    /// the guest resumes; not while pinned. Another vCPU may write sooner: a host that drops clean pages must take a page
+    /// for written from when [`page`](Self::page) has answered `writable`, until it has taken the page back.
     fn dirtied(&self, hva: Hva, size: u64) {
         let _ = (hva, size);
     }

@@ -83,9 +83,10 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     ///
     /// Ranges are widened to whole granules and cut where guest addresses end. A block that reaches beyond them goes as
     /// a whole, and the rest of it faults back: nothing is allocated, and it never blocks but for one bounded grace
-    /// period, however large the ranges are. Invalidations nest and overlap freely. Faults elsewhere are not delayed;
-    /// of very many ranges, those beyond the first few count as one range around them. Owner notes that lie wholly inside
-    /// go too: what must keep its owner is not given to the host to take back.
+    /// period, however large the ranges are. Invalidations nest and overlap freely; of very many ranges, those beyond the
+    /// first few count as one range around them. Faults elsewhere are not delayed while at most 64 ranges are in progress,
+    /// unless the host takes longer to answer one than some thirty ranges take to end: then they are retried. Owner notes
+    /// that lie wholly inside go too: what must keep its owner is not given to the host to take back.
     ///
     /// # Errors
     /// [`InvalidateError`].

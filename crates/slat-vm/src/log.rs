@@ -163,6 +163,11 @@ pub enum LogError {
         /// log2 of the bytes of one.
         page_shift: u32,
     },
+    /// Another slot reports what is in the monitor's bitmap, and would take it away.
+    MonitorTaken {
+        /// Which.
+        by: SlotId,
+    },
     /// The log has nothing to clear: its collections take what they return.
     NotManual,
     /// A slot with private memory has no log.
@@ -214,6 +219,9 @@ impl fmt::Display for LogError {
             Self::RingFull => f.write_str("the dirty ring of the vCPU is full: reset it"),
             Self::Monitor { pages, page_shift } => {
                 write!(f, "the monitor's bitmap must be one for {pages} pages of 2^{page_shift} bytes")
+            }
+            Self::MonitorTaken { by } => {
+                write!(f, "{by} reports the monitor's bitmap: make one for each memslot, and mark both")
             }
             Self::NotManual => {
                 f.write_str("the log of the memslot is not cleared: collections take what they return")
@@ -304,15 +312,15 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
             return Err(LogError::Private);
         }
         let (range, read_only) = (old.range, old.config.read_only);
-        let hva = old.config.hva;
-        if let Some(monitor) = &old.monitor {
-            // What the monitor wrote before is not for this log.
-            monitor.assign(0, range.size() / page_size, false);
-        }
+        let (hva, monitor) = (old.config.hva, old.monitor.clone());
         let log = Log::new(number, mode, range.size() / page_size, read_only)?;
         let version = Version { number, log: Some(Shared::new(log)?), ..old.clone() };
         // Rule 10: once this has returned, no fault that read "no log" is left.
         change.publish(Some(id), Some(version))?;
+        if let Some(monitor) = monitor {
+            // What the monitor wrote before is not for this log.
+            monitor.assign(0, range.size() / page_size, false);
+        }
         if mode == LogMode::Hardware {
             // Rule 8: who found another log here and protects for it drops the marks that are to be this one's.
             self.aimed.wait(self.machine());

@@ -50,10 +50,11 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
     /// says; `None`: no more. What was marked before a log is enabled is not reported. A log of
     /// [`LogMode::Ring`](crate::LogMode) needs a backup bitmap for it.
     ///
-    /// Costs a grace period and a copy of the list of slots.
+    /// Costs a grace period and a copy of the list of slots, and a look at each.
     ///
     /// # Errors
-    /// [`LogError::Monitor`] if the bitmap is not one for the pages that the slot has; [`LogError::NoSlot`],
+    /// [`LogError::Monitor`] if the bitmap is not one for the pages that the slot has; [`LogError::MonitorTaken`] if another
+    /// slot of this VM has it; [`LogError::NoSlot`],
     /// [`LogError::OutOfMemory`], [`LogError::OtherMachine`]: nothing was changed.
     pub fn attach_monitor(
         &self,
@@ -68,6 +69,10 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
         let pages = old.range.size() >> F::PAGE_SHIFT;
         if monitor.is_some_and(|log| log.pages != pages || log.page_shift != F::PAGE_SHIFT) {
             return Err(LogError::Monitor { pages, page_shift: F::PAGE_SHIFT });
+        }
+        let taken = monitor.and_then(|log| change.map().reporting(&log.bits));
+        if let Some(by) = taken.filter(|&by| by != id) {
+            return Err(LogError::MonitorTaken { by });
         }
         let monitor = monitor.map(|log| log.bits.clone());
         let version = Version { number, monitor, ..old.clone() };

@@ -177,6 +177,6 @@ mod tests {
         }
         let mut last = Near::new(page(u64::MAX));
         last.clip(u64::MAX);
-        assert_eq!(pages_of(&last), []);
+        assert_eq!(pages_of(&last), [0; 0]);
     }
 }

@@ -30,6 +30,11 @@ impl<T> Shared<T> {
         Ok(Self(NonNull::from(Box::leak(inner))))
     }
 
+    /// Whether both own the same.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        self.0 == other.0
+    }
+
     fn inner(&self) -> &Inner<T> {
         // SAFETY: it lives as long as it has an owner, and `self` is one.
         unsafe { self.0.as_ref() }

@@ -53,7 +53,9 @@ pub struct SlotConfig {
     /// The largest leaf in bytes; `None` leaves it to slot, host and format.
     pub max_page_size: Option<u64>,
     /// Whether everything is mapped when the slot is created and stays so until it is deleted, for memory that a
-    /// device is given or that must never fault. The host must not take its pages back.
+    /// device is given or that must never fault. The host must not take its pages back; if it ages them, and hardware sets
+    /// no access flag, each faults once more. A device reaches the pages through tables of its own (an IOMMU's), never
+    /// through the guest's: those change while it works.
     pub pinned: bool,
     /// The host address of the memory behind `gpa` for pages that the guest has made
     /// [private](crate::Vm::set_private); `None` if none can be. Such a slot has no dirty log and cannot be read-only

@@ -11,6 +11,7 @@ use core::ptr::NonNull;
 
 use slat::{Gpa, GpaRange, Machine, Participant, Pin};
 
+use crate::bitmap::Bitmap;
 use crate::chunks::{At, Chunks};
 use crate::heap::{OutOfMemory, boxed};
 use crate::lock::{Held, Lock};
@@ -141,6 +142,12 @@ impl Map {
         let place = self.places.get(at).filter(inside)?;
         *hit = at;
         Some(place.version())
+    }
+
+    /// The slot whose collections report what is in a monitor's bitmap: linear time.
+    pub(crate) fn reporting(&self, bitmap: &Shared<Bitmap>) -> Option<SlotId> {
+        let its = |version: &&Version| version.monitor.as_ref().is_some_and(|own| own.is(bitmap));
+        self.places.iter().map(Place::version).find(its).map(|version| version.id)
     }
 
     /// The slot with this name: log time.

@@ -123,7 +123,7 @@ fn a_page_ahead_under_a_log_is_read_only_and_clean() {
     let mut guest = Guest::new(&vm, 0);
     assert_eq!(guest.vcpu.pre_fault(&vm, range(0, 8 * PAGE), || true).rest, None);
     assert!(!writable(&vm, &worker, 0));
-    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     guest.write(3 * PAGE, 1);
     assert_eq!(collect(&vm, &mut worker, 0, 512), [3]);
     drop(guest);

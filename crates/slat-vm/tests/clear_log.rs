@@ -3,7 +3,7 @@
 mod guest;
 
 use guest::*;
-use slat::Gpa;
+use slat::{Event, Gpa};
 use slat_model::Backing;
 use slat_vm::{Hva, LogError, LogMode, SlotConfig, VmOptions, Worker};
 
@@ -28,7 +28,7 @@ fn without_initially_all_set_manual_mode_protects_everything_at_enable() {
     guest.write(PAGE, 1);
     vm.enable_log(&mut worker, 0, MANUAL).unwrap();
     assert!(!writable(&vm, &worker, PAGE));
-    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     guest.write(PAGE, 2);
     // Collecting copies; only clearing protects.
     assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
@@ -36,7 +36,7 @@ fn without_initially_all_set_manual_mode_protects_everything_at_enable() {
     assert!(writable(&vm, &worker, PAGE));
     assert_eq!(clear(&vm, &mut worker, 0, 64, &[0b110]), 1);
     assert!(!writable(&vm, &worker, PAGE));
-    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     drop(guest);
     finish(vm, vec![worker]);
 }
@@ -237,4 +237,32 @@ fn eager_split_at_clear_splits_the_section_and_nothing_else() {
     assert_eq!((worker.statistics().eager_splits, worker.statistics().protected), (2, 1024));
     drop(guest);
     finish(vm, vec![worker]);
+}
+
+#[test]
+fn what_a_clear_asked_for_is_reported_again_if_the_slot_moves_meanwhile() {
+    let machine = Watched::new(1);
+    let (vm, mut worker) =
+        vm_with_slot(&machine, 67 * PAGE, Backing::Anonymous, VmOptions::default());
+    let mut other = vm.worker().unwrap();
+    vm.enable_log(&mut worker, 0, MANUAL).unwrap();
+    let mut guest = Guest::new(&vm, 0);
+    guest.write(PAGE, 1);
+    guest.write(65 * PAGE, 1);
+    let (moving, who) = (&vm, &mut other);
+    let away = SlotConfig::new(Gpa(BLOCK), 67 * PAGE, Hva(0));
+    machine.interrupt(
+        |event| event == Event::Begin,
+        move || {
+            moving.change_slot(who, 0, away).unwrap();
+        },
+    );
+    let mask = [1 << 1, u64::MAX << 1];
+    assert_eq!(vm.clear_dirty_log(&mut worker, 0, 0, 67, &mask), Err(LogError::Gone));
+    assert!(machine.calm());
+    assert_eq!(collect(&vm, &mut worker, 0, 67), [1, 65, 66]);
+    assert_eq!(vm.clear_dirty_log(&mut worker, 0, 0, 67, &mask), Ok(3));
+    assert_eq!(collect(&vm, &mut worker, 0, 67), NONE);
+    drop(guest);
+    finish(vm, vec![worker, other]);
 }

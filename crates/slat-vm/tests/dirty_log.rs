@@ -21,7 +21,7 @@ fn protect_mode_reports_each_written_page_once_and_protects_it_again() {
         guest.write(page * PAGE, page);
     }
     vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap();
-    assert_eq!(collect(&vm, &mut worker, 0, pages), []);
+    assert_eq!(collect(&vm, &mut worker, 0, pages), NONE);
     let written = [0, 1, 63, 64, 511, 512, 1000, pages - 1];
     for page in written {
         assert_eq!(guest.write(page * PAGE, 7), 1);
@@ -30,7 +30,7 @@ fn protect_mode_reports_each_written_page_once_and_protects_it_again() {
     }
     assert_eq!(guest.vcpu.statistics().marked, 8);
     assert_eq!(collect(&vm, &mut worker, 0, pages), written);
-    assert_eq!(collect(&vm, &mut worker, 0, pages), []);
+    assert_eq!(collect(&vm, &mut worker, 0, pages), NONE);
     assert_eq!(guest.write(0, 9), 1);
     assert_eq!(collect(&vm, &mut worker, 0, pages), [0]);
     vm.disable_log(&mut worker, 0).unwrap();
@@ -49,7 +49,7 @@ fn a_page_that_is_only_read_under_a_log_stays_read_only_and_clean() {
     guest.execute(4 * PAGE);
     assert_eq!(found(&vm, &worker, 3 * PAGE).map(|f| (f.level, f.write)), Some((LAST, false)));
     assert!(!writable(&vm, &worker, 4 * PAGE));
-    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     guest.write(3 * PAGE, 1);
     assert_eq!(collect(&vm, &mut worker, 0, 512), [3]);
     drop(guest);
@@ -223,7 +223,7 @@ fn a_read_only_slot_has_a_log_that_stays_empty_and_keeps_its_blocks() {
     guest.read(0);
     assert_eq!(level(&vm, &worker, 0), Some(2));
     assert!(matches!(guest.fault(0, Access::Write), Exit::Mmio(_)));
-    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     drop(guest);
     finish(vm, vec![worker]);
 }
@@ -284,7 +284,7 @@ fn a_collection_protects_what_another_has_taken_and_not_yet_protected() {
     machine.interrupt(
         |event| event == Event::Begin,
         move || {
-            assert_eq!(collect(vm_ref, other_ref, 0, 512), []);
+            assert_eq!(collect(vm_ref, other_ref, 0, 512), NONE);
             // It has returned: the page has no bit, so it must not be writable.
             assert!(!writable(vm_ref, other_ref, PAGE));
         },
@@ -303,7 +303,7 @@ fn a_fault_that_read_log_off_installs_nothing_once_the_log_is_on() {
     vm.host().once(|| vm.enable_log(&mut worker, 0, LogMode::Protect).unwrap());
     assert_eq!(guest.fault(PAGE, Access::Write), Exit::Retry);
     assert_eq!(level(&vm, &worker, PAGE), None);
-    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     guest.write(PAGE, 1);
     assert_eq!(level(&vm, &worker, PAGE), Some(LAST));
     assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
@@ -325,7 +325,7 @@ fn a_fault_that_fails_or_retries_marks_nothing() {
     let mut other = vm.worker().unwrap();
     vm.host().once(|| drop(vm.invalidate_begin(&mut other, &[range(PAGE, PAGE)]).unwrap()));
     assert_eq!(guest.fault(PAGE, Access::Write), Exit::Retry);
-    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     guest.write(PAGE, 1);
     assert_eq!(collect(&vm, &mut worker, 0, 512), [1]);
     drop(guest);
@@ -350,7 +350,7 @@ fn a_log_that_goes_away_during_a_collection_is_said_to_be_gone() {
     );
     assert_eq!(vm.dirty_log(&mut worker, 0, &mut [0; 8]), Err(LogError::Gone));
     assert!(machine.calm());
-    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     drop(guest);
     finish(vm, vec![worker, other]);
 }

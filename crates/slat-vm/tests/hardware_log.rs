@@ -33,12 +33,12 @@ fn writes_do_not_fault_while_the_log_is_on_and_each_collection_has_those_since_t
     guest.write(0, 1);
     guest.read(BLOCK);
     vm.enable_log(&mut worker, 0, LogMode::Hardware).unwrap();
-    assert_eq!(collect(&vm, &mut worker, 0, 1024), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 1024), NONE);
     for page in [0, 1, 63, 64, 511, 512, 1023] {
         assert_eq!(guest.write(page * PAGE, 2), 0, "page {page}");
     }
     assert_eq!(collect(&vm, &mut worker, 0, 1024), [0, 1, 63, 64, 511, 512, 1023]);
-    assert_eq!(collect(&vm, &mut worker, 0, 1024), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 1024), NONE);
     assert_eq!(guest.write(64 * PAGE, 3), 0);
     assert_eq!(collect(&vm, &mut worker, 0, 1024), [64]);
     assert_eq!(guest.vcpu.statistics().marked, 0);
@@ -89,7 +89,7 @@ fn a_block_that_was_not_split_counts_as_written_as_a_whole_but_not_beyond_its_sl
     vm.enable_log(&mut worker, 0, LogMode::Hardware).unwrap();
     guest.write(5 * PAGE, 1);
     assert_eq!(collect(&vm, &mut worker, 0, 512).len(), 512);
-    assert_eq!(collect(&vm, &mut worker, 0, 512), []);
+    assert_eq!(collect(&vm, &mut worker, 0, 512), NONE);
     drop(guest);
     finish(vm, vec![worker]);
 }

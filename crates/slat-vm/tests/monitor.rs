@@ -3,10 +3,9 @@
 mod guest;
 
 use guest::*;
+use slat::Gpa;
 use slat_model::Backing;
-use slat_vm::{LogError, LogMode, MonitorLog, VmOptions};
-
-const NONE: [u64; 0] = [];
+use slat_vm::{Hva, LogError, LogMode, MonitorLog, SlotConfig, SlotId, VmOptions};
 
 #[test]
 fn the_monitors_writes_are_reported_once_beside_the_guests() {
@@ -45,7 +44,23 @@ fn the_monitors_writes_are_reported_once_beside_the_guests() {
     finish(vm, vec![worker]);
 }
 
-#[cfg(feature = "vm-memory")]
+#[test]
+fn a_monitors_bitmap_is_of_one_slot() {
+    let machine = Watched::new(1);
+    let options = VmOptions { address_spaces: 2, ..VmOptions::default() };
+    let (vm, mut worker) = vm_with_slot(&machine, BLOCK, Backing::Anonymous, options);
+    let other = SlotId { space: 1, number: 0 };
+    vm.create_slot(&mut worker, other, SlotConfig::new(Gpa(0), BLOCK, Hva(0))).unwrap();
+    let monitor = MonitorLog::new(BLOCK, 12).unwrap();
+    vm.attach_monitor(&mut worker, 0, Some(&monitor)).unwrap();
+    vm.attach_monitor(&mut worker, 0, Some(&monitor.clone())).unwrap();
+    let taken = Err(LogError::MonitorTaken { by: SlotId::from(0) });
+    assert_eq!(vm.attach_monitor(&mut worker, other, Some(&monitor)), taken);
+    vm.attach_monitor(&mut worker, 0, None).unwrap();
+    vm.attach_monitor(&mut worker, other, Some(&monitor)).unwrap();
+    finish(vm, vec![worker]);
+}
+
 #[test]
 fn a_region_of_rust_vmm_marks_what_is_written_through_it() {
     use vm_memory::bitmap::Bitmap;

@@ -182,7 +182,7 @@ fn a_write_after_a_collection_is_in_the_next_one<F: Tables>() {
                 second.write(3 * PAGE + 8, round);
                 second.write(BLOCK + round * PAGE, round);
                 assert_eq!(dirty(&vm, &mut worker), [3, 512 + round]);
-                assert_eq!(dirty(&vm, &mut worker), []);
+                assert_eq!(dirty(&vm, &mut worker), [0; 0]);
             }
         }
         drop((first, second));

@@ -21,6 +21,8 @@ use slat_vm::{
 pub(crate) const PAGE: u64 = 4096;
 pub(crate) const BLOCK: u64 = 2 << 20;
 pub(crate) const GIB: u64 = 1 << 30;
+/// No pages.
+pub(crate) const NONE: [u64; 0] = [];
 
 /// What a test does at an event of the engine, once: it runs in the middle of an operation of another participant.
 type Interruption = Box<dyn FnOnce() + Send>;

@@ -144,7 +144,7 @@ fn run_on<F: Modelled>(
                 s.aborted,
                 s.failed,
             ];
-            assert_eq!(s.faults, parts.iter().sum());
+            assert_eq!(s.faults, parts.iter().sum::<u64>());
         }
     }
     model.check_freed();

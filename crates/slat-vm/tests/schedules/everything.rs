@@ -38,5 +38,5 @@ fn everything(world: World<'_, '_>) {
 
 #[test]
 fn nothing_is_lost_stale_or_left_over_when_everything_happens_at_once() {
-    Schedules::new().explore(everything);
+    Schedules::new().each(50_000).explore(everything);
 }

@@ -63,8 +63,8 @@ impl<'v, 'm> Migration<'v, 'm> {
         if matches!(mode, LogMode::Manual { .. }) {
             copied &= mask;
             match world.vm.clear_dirty_log(worker, STAYS, 0, SLOT_PAGES, &[copied]) {
-                // Some may be cleared: they count as written until the next round.
-                Err(error) if moved(error) => return *taken |= copied,
+                // What was cleared is reported again.
+                Err(error) if moved(error) => return,
                 cleared => cleared.unwrap(),
             };
         }
