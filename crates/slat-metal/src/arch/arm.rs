@@ -12,8 +12,10 @@ use crate::arch::{Arch, Left, Start, Wanted};
 use crate::console;
 
 mod board;
+mod clock;
 mod features;
 mod guest;
+mod interrupts;
 mod own;
 mod registers;
 
@@ -47,19 +49,20 @@ impl Arch for Arm {
     }
 
     fn ticks() -> u64 {
-        isb();
-        read!("CNTPCT_EL0")
+        clock::ticks()
     }
 
     fn ticks_per_second() -> u64 {
-        read!("CNTFRQ_EL0")
+        clock::ticks_per_second()
     }
 
     fn instructions() -> u64 {
-        Self::ticks()
+        clock::instructions()
     }
 
-    fn set_alarm(_ticks: u64) {}
+    fn set_alarm(ticks: u64) {
+        interrupts::set_alarm(ticks);
+    }
 
     #[inline(always)]
     fn cpu() -> usize {
@@ -70,7 +73,9 @@ impl Arch for Arm {
         board::start_cpu(cpu)
     }
 
-    fn kick(_cpu: usize) {}
+    fn kick(cpu: usize) {
+        interrupts::kick(cpu);
+    }
 
     fn format(wanted: Wanted) -> Result<Self::Format, &'static str> {
         features::format(wanted)
@@ -161,7 +166,8 @@ fn each_line(from: Hpa, size: u64, operate: impl Fn(u64)) {
 /// The first CPU comes here from `boot.s`.
 #[unsafe(no_mangle)]
 extern "C" fn first_cpu() -> ! {
-    match board::boot() {
+    clock::prepare();
+    match board::boot().and_then(|boot| interrupts::prepare(0).map(|()| boot)) {
         Ok(boot) => crate::hypervisor::start(boot),
         Err(why) => console::fail(format_args!("{why}")),
     }
@@ -170,6 +176,10 @@ extern "C" fn first_cpu() -> ! {
 /// The others.
 #[unsafe(no_mangle)]
 extern "C" fn other_cpu(cpu: usize) -> ! {
+    clock::prepare();
+    if let Err(why) = interrupts::prepare(cpu) {
+        console::fail(format_args!("{why}"));
+    }
     crate::hypervisor::start_secondary(cpu)
 }
 

@@ -7,8 +7,8 @@ use core::sync::atomic::Ordering;
 use slat::Gpa;
 use slat_vm::{Access, Fault, FaultKind};
 
-use super::RESIDENT;
 use super::registers::{isb, read, write};
+use super::{RESIDENT, interrupts};
 use crate::arch::{Left, Start};
 
 global_asm!(include_str!("guest.s"));
@@ -77,7 +77,10 @@ fn left(syndrome: u64, at: u64) -> Left {
     const DATA_ABORT: u64 = 0x24;
     let class = syndrome >> 26 & 0x3f;
     match class {
-        _ if syndrome == INTERRUPT => Left::Interrupt,
+        _ if syndrome == INTERRUPT => {
+            interrupts::take();
+            Left::Interrupt
+        }
         HVC => Left::Call,
         INSTRUCTION_ABORT | DATA_ABORT => match fault(syndrome, class == INSTRUCTION_ABORT) {
             Some(fault) => Left::Fault(fault),
