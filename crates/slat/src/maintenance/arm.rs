@@ -208,6 +208,7 @@ const fn granule(page_shift: u32) -> u64 {
 /// `ds` is `VTCR_EL2.DS` of the calling CPU, which decides how it reads the address of a range. Single addresses: IPA
 /// bits 51:12 in bits 39:0, TTL in bits 47:44 (Arm ARM, C5.5.14). Ranges: BaseADDR in bits 36:0, TTL in 38:37, NUM in
 /// 43:39, SCALE in 45:44, TG in 47:46 (C5.5.22).
+#[inline]
 pub const fn operand(instruction: Instruction, ds: bool) -> u64 {
     match instruction {
         Instruction::TlbiIpas2e1is { ipa, page_shift, level }
@@ -266,6 +267,7 @@ mod hardware {
     /// `host` translates nothing that the guest's EL1 could be run with by mistake: nobody enters EL1 or EL0 without
     /// having written `VTTBR_EL2`, or `host` is the translation that is meant for it. FEAT_TLBIRANGE is there if
     /// [`Features::tlb_range`](crate::maintenance::Features::tlb_range) says so.
+    #[inline(always)]
     pub unsafe fn execute(instruction: Instruction, host: u64) {
         /// One instruction without operands, ordered with all memory accesses around it.
         macro_rules! plain {
