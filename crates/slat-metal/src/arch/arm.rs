@@ -23,6 +23,7 @@ use guest::Vcpu;
 use registers::{isb, read, write};
 
 global_asm!(include_str!("arm/boot.s"), own_table = sym own::OWN_TABLE);
+global_asm!(include_str!("arm/memory.s"));
 
 /// `HCR_EL2`: EL1 is AArch64; stage 2 on; interrupts come here; guests without an MMU of their own have cacheable memory.
 const HCR: u64 = 1 << 31 | 1 << 12 | 1 << 5 | 1 << 4 | 1 << 3 | 1 << 1 | 1;
