@@ -166,13 +166,37 @@ unsafe fn fill_steps(place: NonNull<u64>, count: usize, first: u64, step: u64) {
     }
 }
 
-/// Whether this CPU exchanges 16 bytes at once (x86: CPUID.01H:ECX.CMPXCHG16B\[13\], Intel SDM vol. 2A).
+/// Whether this CPU exchanges 16 bytes at once: x86, CPUID.01H:ECX.CMPXCHG16B\[13\] (Intel SDM vol. 2A); Arm, FEAT_LSE,
+/// `ID_AA64ISAR0_EL1.Atomic` from 2 on (Arm ARM, D24.2), which can be read at EL1 and up, and by processes of Linux.
 pub(crate) fn has_pair_exchange() -> bool {
     #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle))))]
     {
         core::arch::x86_64::__cpuid(1).ecx & 1 << 13 != 0
     }
-    #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle)))))]
+    #[cfg(all(
+        target_arch = "aarch64",
+        any(target_os = "none", target_os = "linux"),
+        not(any(loom, shuttle))
+    ))]
+    {
+        let features: u64;
+        // SAFETY: reading the register changes nothing.
+        unsafe {
+            core::arch::asm!(
+                "mrs {}, id_aa64isar0_el1",
+                out(reg) features,
+                options(nomem, nostack, preserves_flags)
+            );
+        }
+        features >> 20 & 0xf >= 2
+    }
+    #[cfg(not(all(
+        any(
+            target_arch = "x86_64",
+            all(target_arch = "aarch64", any(target_os = "none", target_os = "linux"))
+        ),
+        not(any(loom, shuttle))
+    )))]
     {
         false
     }
@@ -203,7 +227,30 @@ fn pair_exchange(first: &Entry, old: [u64; 2], new: [u64; 2]) -> bool {
     done as u8 != 0
 }
 
-#[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle)))))]
+/// Callers have asked [`has_pair_exchange`].
+#[cfg(all(target_arch = "aarch64", not(any(loom, shuttle))))]
+#[inline(always)]
+fn pair_exchange(first: &Entry, old: [u64; 2], new: [u64; 2]) -> bool {
+    let found: [u64; 2];
+    // SAFETY: as on x86; acquire and release. The instruction wants pairs of registers that begin with an even one.
+    unsafe {
+        let (low, high);
+        core::arch::asm!(
+            ".arch_extension lse",
+            "caspal x2, x3, x4, x5, [{first}]",
+            first = in(reg) first,
+            inout("x2") old[0] => low,
+            inout("x3") old[1] => high,
+            in("x4") new[0],
+            in("x5") new[1],
+            options(nostack, preserves_flags),
+        );
+        found = [low, high];
+    }
+    found == old
+}
+
+#[cfg(not(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(any(loom, shuttle)))))]
 #[inline(always)]
 fn pair_exchange(_: &Entry, _: [u64; 2], _: [u64; 2]) -> bool {
     false
