@@ -143,7 +143,7 @@ impl<'m, M: Machine> Hands<'m, M> {
         if !vm.options.coherent_data {
             vm.machine().clean_data(wanted.output, 1 << F::PAGE_SHIFT);
         }
-        let host_writable = writable && !plan.facts.config.read_only;
+        let host_writable = writable && !plan.facts.read_only;
         vm.template(LeafKind {
             device: false,
             write: host_writable && !plan.facts.protects(),

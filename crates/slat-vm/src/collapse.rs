@@ -56,7 +56,7 @@ impl<'m, F: Format, M: Machine, H: Host> Vm<'m, F, M, H> {
                 }
                 let who = change.who();
                 for tree in self.trees(id.space) {
-                    if !facts.config.read_only {
+                    if !facts.read_only {
                         let writable = LeafKind {
                             write: true,
                             host_writable: true,

@@ -129,14 +129,10 @@ impl<'m, M: Machine> Hands<'m, M> {
             }
             _ => {}
         }
-        let plan = match self.map_one(vm, fault, purpose)? {
-            Ok(plan) => plan,
-            Err(exit) => return Ok(exit),
-        };
-        if vm.options.fault_around > 1 || vm.options.adaptive_around.is_some() {
-            self.map_around(vm, fault, &plan);
-        }
-        Ok(Exit::Resume)
+        Ok(match self.map_one(vm, fault, purpose)? {
+            Ok(_) => Exit::Resume,
+            Err(exit) => exit,
+        })
     }
 
     /// An access-flag fault; `None` if there is no leaf any more.
@@ -159,27 +155,33 @@ impl<'m, M: Machine> Hands<'m, M> {
         Ok(None)
     }
 
-    /// Maps what the access needs: the plan that was carried out, with the level that the leaf has, or the exit that it
-    /// is instead.
+    /// Maps what the access needs, and for an access that was made also what lies round it: the level that the leaf has,
+    /// or the exit that it is instead.
     pub(crate) fn map_one<F: Format, H: Host>(
         &mut self,
         vm: &Vm<'m, F, M, H>,
         fault: &Fault,
         purpose: Purpose,
-    ) -> Result<Result<Plan, Exit>, FaultError> {
+    ) -> Result<Result<Level, Exit>, FaultError> {
         loop {
-            let mut plan = match self.decide(vm, fault, purpose)? {
-                Decision::Install(plan) => plan,
-                Decision::Exit(exit) => return Ok(Err(exit)),
+            // By reference: a plan is not copied about.
+            let mut decided = self.decide(vm, fault, purpose);
+            let plan = match &mut decided {
+                Ok(Decision::Install(plan)) => plan,
+                Ok(Decision::Exit(exit)) => return Ok(Err(*exit)),
+                Err(error) => return Err(*error),
             };
-            match self.install(vm, &plan) {
+            match self.install(vm, plan) {
                 Step::Done(installed, level) => {
+                    plan.wanted.level = level;
+                    tell_host(vm, plan);
                     if !purpose.ahead {
                         self.count(installed);
+                        if vm.options.fault_around > 1 || vm.options.adaptive_around.is_some() {
+                            self.map_around(vm, fault, plan);
+                        }
                     }
-                    plan.wanted.level = level;
-                    tell_host(vm, &plan);
-                    return Ok(Ok(plan));
+                    return Ok(Ok(level));
                 }
                 Step::Retry => return Ok(Err(Exit::Retry)),
                 Step::RingFull => return Ok(Err(Exit::DirtyRingFull)),
@@ -223,7 +225,7 @@ impl<'m, M: Machine> Hands<'m, M> {
         }
         let hva = facts.hva_of(gpa);
         let write = access == Access::Write;
-        if write && facts.config.read_only {
+        if write && facts.read_only {
             return mmio(Some(ReadOnly { id: facts.id, hva }));
         }
         let page = match vm.host.page(hva, access) {
@@ -242,7 +244,7 @@ impl<'m, M: Machine> Hands<'m, M> {
             return Err(FaultError::Tree(Error::OutputTooLarge { bits }));
         }
         // Under a log, a page that is only read stays read-only, so that its first write is noticed.
-        let permitted = page.writable && !facts.config.read_only;
+        let permitted = page.writable && !facts.read_only;
         let writable = permitted && (write || !facts.protects());
         let template = vm.template(LeafKind {
             device: page.device,
@@ -266,7 +268,8 @@ impl<'m, M: Machine> Hands<'m, M> {
         access: Access,
         kind: FaultKind,
     ) {
-        if page.device {
+        let fetches = access == Access::Execute && !vm.options.coherent_instructions;
+        if page.device || vm.options.coherent_data && !fetches {
             return;
         }
         let geometry = vm.tree().geometry();
@@ -284,7 +287,7 @@ impl<'m, M: Machine> Hands<'m, M> {
                 vm.machine().clean_data(output, size);
             }
         }
-        if access == Access::Execute && !vm.options.coherent_instructions {
+        if fetches {
             vm.machine().sync_instructions(output, size);
         }
     }
@@ -373,25 +376,28 @@ pub(crate) fn facts_at<F: Format>(version: &Version, gpa: Gpa) -> (Facts, bool) 
     let page = version.page_of(gpa, F::PAGE_SHIFT);
     let limit = 1 << (2 * F::INDEX_BITS);
     let (private, uniform) = pages.around(page, gpa.0 >> F::PAGE_SHIFT, limit);
-    if let (true, Some(hva)) = (private, facts.config.private) {
-        facts.config.hva = hva;
+    if let (true, Some(hva)) = (private, version.config.private) {
+        facts.hva = hva;
     }
     facts.uniform = uniform << F::PAGE_SHIFT;
     (facts, private)
 }
 
+#[inline]
 fn levels_below_root<F: Format, M: Machine, H: Host>(vm: &Vm<'_, F, M, H>) -> usize {
     vm.tree().geometry().start().height() as usize
 }
 
 impl Plan {
     /// What a leaf of the wanted level would map.
+    #[inline]
     pub(crate) fn touch(&self, wanted: &Wanted, geometry: &slat::Geometry) -> Option<Touch> {
         let guest = wanted.range(geometry)?;
         let host = HvaRange::new(self.facts.hva_of(guest.start()), guest.size())?;
         Some(Touch { guest, host })
     }
 
+    #[inline]
     fn leaf(&self, wanted: &Wanted, geometry: &slat::Geometry) -> Option<Leaf> {
         let gpa = wanted.range(geometry)?.start();
         let (level, output) = (wanted.level, wanted.leaf_output(geometry));
@@ -399,6 +405,7 @@ impl Plan {
     }
 }
 
+#[inline]
 fn tell_host<F: Format, M: Machine, H: Host>(vm: &Vm<'_, F, M, H>, plan: &Plan) {
     if let Some(touch) = plan.touch(&plan.wanted, vm.tree().geometry()) {
         let (hva, size) = (touch.host.start(), touch.host.size());

@@ -32,6 +32,10 @@ impl Wanted {
         }
         let gpa = Gpa(gpa.0 & !(granule - 1));
         let output = Hpa(page.output.0 | facts.hva_of(gpa).0 & (page.size - 1));
+        // Under a log every page is noticed by itself, and device registers are mapped as they were asked for.
+        if facts.pages || page.device || page.size == granule {
+            return Some(Self { gpa, output, level: Level::LAST });
+        }
         let mut wanted = Self { gpa, output, level: geometry.start() };
         while wanted.level < Level::LAST && !wanted.allowed(format, facts, page) {
             wanted.level = wanted.level.below();
@@ -43,26 +47,26 @@ impl Wanted {
     fn allowed<F: Format>(&self, format: &F, facts: &Facts, page: &HostPage) -> bool {
         let geometry = format.geometry();
         let size = geometry.size(self.level);
-        // Under a log every page is noticed by itself, and device registers are mapped as they were asked for.
-        let single = facts.pages || page.device;
         let congruent = (self.gpa.0 ^ self.output.0) & (size - 1) == 0;
         // Not larger than the host's page: what follows it is somebody else's.
-        let largest = facts.config.max_page_size.unwrap_or(u64::MAX).min(facts.uniform);
+        let largest = facts.largest.min(facts.uniform);
         let fits = size <= page.size && size <= largest;
         let range = self.range(geometry);
         let inside = range.is_some_and(|range| {
             facts.range.start() <= range.start() && range.end() <= facts.range.end()
         });
-        !single && format.leaf_allowed(self.level) && fits && congruent && inside
+        format.leaf_allowed(self.level) && fits && congruent && inside
     }
 
     /// What the leaf covers.
+    #[inline]
     pub(crate) fn range(&self, geometry: &Geometry) -> Option<GpaRange> {
         let size = geometry.size(self.level);
         GpaRange::new(Gpa(self.gpa.0 & !(size - 1)), size)
     }
 
     /// Where the leaf's output begins.
+    #[inline]
     pub(crate) fn leaf_output(&self, geometry: &Geometry) -> Hpa {
         Hpa(self.output.0 & !(geometry.size(self.level) - 1))
     }

@@ -126,9 +126,9 @@ impl<'m, M: Machine> Hands<'m, M> {
         let fault = Fault { gpa, access, kind: FaultKind::Translation };
         let purpose = Purpose { private: None, ahead: true };
         match self.map_one(vm, &fault, purpose).map_err(PreFaultError::Fault)? {
-            Ok(plan) => {
+            Ok(level) => {
                 self.statistics.ahead += 1;
-                Ok(Some(plan.wanted.level))
+                Ok(Some(level))
             }
             Err(Exit::Mmio(_)) => Err(PreFaultError::NoSlot),
             Err(_) => Ok(None),

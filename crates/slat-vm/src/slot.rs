@@ -243,12 +243,14 @@ impl Version {
             version: self.number,
             id: self.id,
             range: self.range,
-            config: self.config,
+            hva: self.config.hva,
+            read_only: self.config.read_only,
             log: log.map(|log| log.mode),
             // What hardware has marked in pages until a slot became read-only is not to vanish in a block.
             pages: log.is_some()
                 || self.log.as_ref().is_some_and(|log| log.mode == LogMode::Hardware),
             uniform: u64::MAX,
+            largest: self.config.max_page_size.unwrap_or(u64::MAX),
         }
     }
 
@@ -269,20 +271,23 @@ pub(crate) struct Facts {
     pub(crate) version: u64,
     pub(crate) id: SlotId,
     pub(crate) range: GpaRange,
-    /// With the host address of private memory in place of that of shared, where the page is private.
-    pub(crate) config: SlotConfig,
+    /// The host address of the first byte: of private memory, where the page is private.
+    pub(crate) hva: Hva,
+    pub(crate) read_only: bool,
     /// Whether and how writes must be noticed. A read-only slot is never logged.
     pub(crate) log: Option<LogMode>,
     /// Whether every page has a leaf of its own.
     pub(crate) pages: bool,
     /// The largest piece round the page, in bytes, all of which is private or all of which is shared.
     pub(crate) uniform: u64,
+    /// The largest leaf that the slot allows, in bytes.
+    pub(crate) largest: u64,
 }
 
 impl Facts {
     /// The host address behind `gpa`, which lies in the slot.
     pub(crate) fn hva_of(&self, gpa: Gpa) -> Hva {
-        Hva(self.config.hva.0 + (gpa.0 - self.range.start().0))
+        Hva(self.hva.0 + (gpa.0 - self.range.start().0))
     }
 
     /// Whether a page that was not written must not be writable: a log is on, and nobody else notices the write.

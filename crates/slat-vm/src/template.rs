@@ -22,6 +22,7 @@ pub(crate) struct LeafKind {
 impl LeafKind {
     const KINDS: usize = 32;
 
+    #[inline(always)]
     fn index(self) -> usize {
         let bits = [self.device, self.write, self.host_writable, self.execute, self.old];
         bits.into_iter().fold(0, |index, bit| index << 1 | usize::from(bit))
@@ -65,6 +66,7 @@ impl Templates {
         Ok(Self(templates))
     }
 
+    #[inline]
     pub(crate) fn of(&self, leaf: LeafKind) -> Template {
         self.0[leaf.index()]
     }
