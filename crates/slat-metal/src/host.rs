@@ -18,7 +18,7 @@ const IDENTITY: u64 = 1 << 62;
 pub(crate) struct Memory {
     first: Hpa,
     size: u64,
-    /// Bytes of a page.
+    /// Bytes of a page, a power of two.
     page: u64,
     /// Memory that is the guest's besides, and the image's part that runs there.
     private: [Range<u64>; 2],
@@ -66,13 +66,13 @@ impl Memory {
 
     /// Where the page at an offset begins.
     fn page_at(&self, offset: u64) -> Option<Hpa> {
-        let from_end = (offset - offset % self.page).checked_add(self.page)?;
+        let from_end = (offset & !(self.page - 1)).checked_add(self.page)?;
         Some(Hpa(self.first.0 + self.size.checked_sub(from_end)?))
     }
 
     /// Where the byte at an offset is.
     pub(crate) fn output(&self, offset: u64) -> Option<Hpa> {
-        Some(Hpa(self.page_at(offset)?.0 + offset % self.page))
+        Some(Hpa(self.page_at(offset)?.0 + (offset & (self.page - 1))))
     }
 
     /// The aligned word at an offset.

@@ -57,6 +57,7 @@ impl Arch for Arm {
         clock::ticks_per_second()
     }
 
+    #[inline(always)]
     fn instructions() -> u64 {
         clock::instructions()
     }

@@ -20,6 +20,8 @@ unsafe extern "C" {
 
 /// What `enter_guest` returns for an interrupt: no syndrome has these bits.
 const INTERRUPT: u64 = u64::MAX;
+/// The class of the syndrome of an instruction that uses floating point.
+const FLOATING_POINT: u64 = 0x07;
 /// EL1 with its own stack pointer, all interrupts masked.
 const EL1H: u64 = 0x3c5;
 
@@ -33,8 +35,8 @@ pub(crate) struct Vcpu {
     spsr: u64,
     fpcr: u64,
     fpsr: u64,
-    /// q0 to q31 begin at a multiple of 16.
-    _align: u64,
+    /// Not zero: the next entry loads what follows.
+    floating_point: u64,
     q: [u128; 32],
     stack: u64,
 }
@@ -52,10 +54,15 @@ impl Vcpu {
         if RESIDENT.load(Ordering::Relaxed) != root || self.stack != 0 {
             self.move_in(root);
         }
-        // SAFETY: the layout is what `guest.s` expects; it keeps the registers that a call keeps. The guest writes to
-        // memory of its own only: what stage 2 maps.
-        let syndrome = unsafe { enter_guest(self) };
-        left(syndrome, self.elr)
+        loop {
+            // SAFETY: the layout is what `guest.s` expects; it keeps the registers that a call keeps. The guest writes
+            // to memory of its own only: what stage 2 maps.
+            let syndrome = unsafe { enter_guest(self) };
+            if syndrome >> 26 & 0x3f != FLOATING_POINT {
+                return left(syndrome, self.elr);
+            }
+            self.floating_point = 1;
+        }
     }
 
     /// Before the first entry.
