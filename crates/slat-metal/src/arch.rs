@@ -61,7 +61,7 @@ pub(crate) enum Left {
     Fault(Fault),
     /// The guest called: [`Arch::signal`].
     Call,
-    /// An interrupt came: a kick, or the watchdog's look at the clock.
+    /// An interrupt came (a kick, or the watchdog's look at the clock), or there is nothing to be done but enter again.
     Interrupt,
     /// It did something that no program of ours does; what hardware says of it.
     Other { reason: u64, at: u64 },

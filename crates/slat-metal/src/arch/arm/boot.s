@@ -62,7 +62,8 @@ common:
     adrp    x1, {own_table}
     add     x1, x1, :lo12:{own_table}
     msr     TTBR0_EL2, x1
-    tlbi    alle2
+    tlbi    alle2                       // TLBs hold anything after a reset
+    tlbi    alle1
     dsb     nsh
     isb
     ldr     x1, =0x30c51835             // RES1, I, C, M

@@ -89,22 +89,27 @@ fn left(syndrome: u64, at: u64) -> Left {
             Left::Interrupt
         }
         HVC => Left::Call,
-        INSTRUCTION_ABORT | DATA_ABORT => match fault(syndrome, class == INSTRUCTION_ABORT) {
-            Some(fault) => Left::Fault(fault),
+        INSTRUCTION_ABORT | DATA_ABORT => match kind(syndrome) {
+            Some(kind) => fault(syndrome, kind, class == INSTRUCTION_ABORT),
             None => Left::Other { reason: syndrome, at },
         },
         _ => Left::Other { reason: syndrome, at },
     }
 }
 
+/// Why an access was stopped; `None` for reasons that no hypervisor mends.
 #[inline(always)]
-fn fault(syndrome: u64, fetch: bool) -> Option<Fault> {
-    let kind = match syndrome >> 2 & 0xf {
-        0b0001 => FaultKind::Translation,
-        0b0010 => FaultKind::AccessFlag,
-        0b0011 => FaultKind::Permission,
-        _ => return None,
-    };
+fn kind(syndrome: u64) -> Option<FaultKind> {
+    match syndrome >> 2 & 0xf {
+        0b0001 => Some(FaultKind::Translation),
+        0b0010 => Some(FaultKind::AccessFlag),
+        0b0011 => Some(FaultKind::Permission),
+        _ => None,
+    }
+}
+
+#[inline(always)]
+fn fault(syndrome: u64, kind: FaultKind, fetch: bool) -> Left {
     // Of the guest's own walk: it reads, or updates a descriptor that it may not write.
     let walk = syndrome >> 7 & 1 == 1;
     let maintenance = syndrome >> 8 & 1 == 1;
@@ -116,9 +121,13 @@ fn fault(syndrome: u64, fetch: bool) -> Option<Fault> {
         () if writes && !maintenance => Access::Write,
         () => Access::Read,
     };
-    let page = if kind == FaultKind::Permission && !walk { translate()? } else { reported() };
+    let reports = kind != FaultKind::Permission || walk;
+    // Without a page, another vCPU has changed the guest's own translation meanwhile: the guest does it again.
+    let Some(page) = (if reports { Some(reported()) } else { translate() }) else {
+        return Left::Interrupt;
+    };
     let offset = if walk { 0 } else { read!("FAR_EL2") & 0xfff };
-    Some(Fault { gpa: Gpa(page | offset), access, kind })
+    Left::Fault(Fault { gpa: Gpa(page | offset), access, kind })
 }
 
 /// The page that hardware reports: not valid after permission faults, except those of the guest's walk.
@@ -127,8 +136,7 @@ fn reported() -> u64 {
     (read!("HPFAR_EL2") & 0xfff_ffff_fff0) << 8
 }
 
-/// The page, by the guest's own translation, which another of its vCPUs may have changed meanwhile: then there is none, and
-/// the guest does it again.
+/// The page, by the guest's own translation.
 #[inline(always)]
 fn translate() -> Option<u64> {
     let (saved, address) = (read!("PAR_EL1"), read!("FAR_EL2"));
