@@ -10,5 +10,7 @@ fn main() {
         let script = format!("link/{}.ld", variable("CARGO_CFG_TARGET_ARCH"));
         let script = Path::new(&variable("CARGO_MANIFEST_DIR")).join(script);
         println!("cargo::rustc-link-arg-bins=-T{}", script.display());
+        // Position-independent by default; it stays where the script says, and nobody relocates it.
+        println!("cargo::rustc-link-arg-bins=--no-pie");
     }
 }
