@@ -96,6 +96,12 @@ impl Metal {
         }
     }
 
+    /// Whether this hypervisor forgets invalidations, and that vCPUs must be asked for them.
+    #[inline(always)]
+    pub(crate) fn drops_invalidations(&self) -> bool {
+        self.drops.load(Ordering::Relaxed)
+    }
+
     /// From now on invalidations are not executed, as in a hypervisor that forgets them: for the control of checks.
     pub(crate) fn drop_invalidations(&self) {
         self.drops.store(true, Ordering::Relaxed);

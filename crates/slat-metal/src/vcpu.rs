@@ -61,6 +61,10 @@ impl<'g> Runner<'g> {
 
     #[inline(always)]
     fn enter(&mut self) -> Left {
+        if METAL.drops_invalidations() {
+            // Past the gate: nobody asks it to invalidate.
+            return Here::enter(&mut self.registers, self.root);
+        }
         loop {
             // Whatever is asked of it besides invalidations, it has done so by being outside.
             if let Ok(_inside) = self.vcpu.enter(&self.guest.vm) {
