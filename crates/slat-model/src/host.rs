@@ -254,7 +254,7 @@ fn turn(group: u64) -> u64 {
 }
 
 /// Bytes of memory that this computer could still give; `None` where it does not say.
-pub(crate) fn available() -> Option<u64> {
+pub fn available() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

@@ -54,7 +54,7 @@ pub use checker::{Before, CachedLeaf, OnViolation, Reach, Report, Until, Violati
 pub use counters::Counters;
 pub use cpu::{Access, Cpu, Fault, FaultKind, Translated};
 pub use descriptor::MemoryType;
-pub use host::{Backing, HostMemory, HostMemoryError, HostPage};
+pub use host::{Backing, HostMemory, HostMemoryError, HostPage, available};
 pub use long_mode::{LinearAccess, LongMode, LongModeCpu, Translation as LinearTranslation};
 pub use model::Model;
 pub use regime::{Architecture, Control, Modelled};
