@@ -7,6 +7,8 @@
 # unpacked into a cache and not installed, with core and alloc for the targets built once from rust-web-src and put into
 # its sysroot (two minutes, and half a gigabyte).
 #
+# With --present it prints the path of one that is here already, or fails.
+#
 # METAL_TOOLCHAIN_DIR: where the cache is, ~/.cache/slat/metal-toolchain otherwise.
 set -euo pipefail
 
@@ -44,6 +46,7 @@ for complete in "$cache"/*/complete; do
   fi
 done
 
+[ "${1-}" != --present ] || die "no ${targets[*]} here"
 [ "$(dpkg --print-architecture 2>/dev/null)" = amd64 ] ||
   die "no ${targets[*]} here: rustup target add ${targets[*]}"
 say "no ${targets[*]} in this toolchain: taking Debian's rustc-web"
