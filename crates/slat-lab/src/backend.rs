@@ -45,7 +45,8 @@ impl Backend {
     fn workloads(self) -> Option<&'static str> {
         match self {
             Self::Model => Some("every workload"),
-            Self::Metal | Self::Kvm => None,
+            Self::Metal => Some("dirty-log, dirty-log-test, page-table and demand-paging"),
+            Self::Kvm => None,
         }
     }
 

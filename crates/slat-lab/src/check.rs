@@ -1,6 +1,6 @@
 //! What `--check` finds: for each workload something of its own, and for all of them what the machine's rule checker saw.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// What one workload compares.
 pub(crate) trait Findings: Serialize {
@@ -36,7 +36,7 @@ impl Findings for Unchecked {
 }
 
 /// The `check` of a report.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Check<F> {
     #[serde(flatten)]
     pub(crate) found: F,

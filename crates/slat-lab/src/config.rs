@@ -31,6 +31,17 @@ pub(crate) struct GuestConfig {
     pub(crate) hardware_access: bool,
     pub(crate) clock: Clock,
     pub(crate) check: bool,
+    /// What emulates the CPU, if that is not the model.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub(crate) emulated: Option<Emulated>,
+}
+
+/// A CPU that another program emulates.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub(crate) struct Emulated {
+    pub(crate) cpu: String,
+    /// The version of QEMU.
+    pub(crate) qemu: String,
 }
 
 /// What was chosen from lists, or `None` after the list was printed because `help` was.
@@ -76,6 +87,7 @@ pub(crate) fn settle(
         hardware_access: machine.hardware_access(),
         clock: machine.clock_or(Clock::Real),
         check,
+        emulated: None,
     };
     Ok((layout, config))
 }
@@ -104,7 +116,7 @@ impl GuestConfig {
     pub(crate) fn machine_line(&self, f: &mut fmt::Formatter<'_>, extra: &str) -> fmt::Result {
         write!(
             f,
-            "guest {} at {:#x}; {}{extra}{}{}; {} model",
+            "guest {} at {:#x}; {}{extra}{}{}; {}",
             self.mode.name,
             self.gpa,
             match self.arch {
@@ -120,7 +132,11 @@ impl GuestConfig {
                 (Arch::Ept, false) => ", no accessed and dirty flags",
                 _ => "",
             },
-            if self.check { "checked" } else { "unchecked" },
+            match &self.emulated {
+                Some(Emulated { cpu, qemu }) => format!("cpu {cpu} of QEMU {qemu}"),
+                None if self.check => "checked model".to_owned(),
+                None => "unchecked model".to_owned(),
+            },
         )
     }
 }

@@ -11,6 +11,9 @@ pub(crate) enum Failure {
     /// What was asked for makes no sense, or cannot be had here.
     #[error("{0}")]
     Usage(String),
+    /// This computer cannot do it.
+    #[error("{0}")]
+    Missing(String),
     /// The run broke off.
     #[error("{0}")]
     Run(String),
@@ -23,10 +26,11 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
-    /// 2 for what the user can put right on the command line, 1 for everything else.
+    /// 2 for what the user can put right on the command line, 4 for what this computer cannot do, 1 for everything else.
     pub(crate) fn status(&self) -> ExitCode {
         match self {
             Self::Usage(_) => ExitCode::from(2),
+            Self::Missing(_) => ExitCode::from(4),
             Self::Run(_) | Self::Check | Self::Output(_) => ExitCode::FAILURE,
         }
     }
@@ -58,6 +62,7 @@ mod tests {
         let status = |failure: &Failure| format!("{:?}", failure.status());
         let is = |code: u8| format!("{:?}", ExitCode::from(code));
         assert_eq!(status(&Failure::Usage(String::new())), is(2));
+        assert_eq!(status(&Failure::Missing(String::new())), is(4));
         assert_eq!(status(&Failure::Run(String::new())), is(1));
         assert_eq!(status(&Failure::Check), is(1));
         let closed = Failure::Output(io::ErrorKind::BrokenPipe.into());

@@ -23,6 +23,7 @@ mod granule;
 mod guest;
 mod guest_mode;
 mod layout;
+mod metal;
 mod model;
 mod options;
 mod output;

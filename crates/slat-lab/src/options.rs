@@ -205,6 +205,9 @@ pub(crate) enum Switch {
 pub(crate) enum Clock {
     Real,
     Virtual,
+    /// A nanosecond for each instruction of the guest and its hypervisor; no choice of --clock.
+    #[value(skip)]
+    Instructions,
 }
 
 /// A value, or the wish to see all of them.

@@ -4,7 +4,7 @@ use std::iter::Sum;
 use std::ops::{Add, Sub};
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::check::Check;
 use crate::exits::Exits;
@@ -51,7 +51,11 @@ pub(crate) struct Phase {
     pub(crate) name: &'static str,
     /// Which round it belongs to, from 1, where a phase comes more than once.
     pub(crate) iteration: Option<u32>,
+    /// In virtual time and where instructions are counted, those of the guest's clock.
     pub(crate) seconds: f64,
+    /// Where instructions are what time is counted in, a nanosecond each.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) instructions: Option<Instructions>,
     pub(crate) counters: Counters,
     /// What vCPUs left their guests for, with `--exits`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -65,12 +69,41 @@ impl Phase {
         took: Duration,
         counters: Counters,
     ) -> Self {
-        Self { name, iteration, seconds: took.as_secs_f64(), counters, exits: None }
+        Self {
+            name,
+            iteration,
+            seconds: took.as_secs_f64(),
+            counters,
+            instructions: None,
+            exits: None,
+        }
+    }
+}
+
+/// Where instructions went, of guests and hypervisor together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Instructions {
+    pub(crate) total: u64,
+    /// Those in the engine's calls: faults, and what the hypervisor does to the log.
+    pub(crate) engine: u64,
+}
+
+impl Add for Instructions {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { total: self.total + other.total, engine: self.engine + other.engine }
+    }
+}
+
+impl Sum for Instructions {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), Add::add)
     }
 }
 
 /// What was done, by all vCPUs and threads together.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Counters {
     /// Faults that vCPUs brought to the hypervisor.
     pub(crate) faults: u64,
@@ -88,7 +121,7 @@ pub(crate) struct Counters {
 }
 
 /// Invalidations by kind, each as an instruction.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Invalidations {
     /// One address, on every CPU.
     pub(crate) by_ipa: u64,

@@ -5,7 +5,7 @@ use std::io::{self, IsTerminal, Write};
 use comfy_table::{Attribute, Cell, CellAlignment, Table, presets};
 
 use crate::check::Findings;
-use crate::report::{Counters, Phase, Report};
+use crate::report::{Counters, Instructions, Phase, Report};
 
 /// One column of counts.
 struct Column {
@@ -76,20 +76,29 @@ fn phases(phases: &[Phase], total: &Counters, terminal: bool) -> String {
         table.force_no_tty();
     }
     let titles = columns.iter().map(|column| column.title);
-    let titles = ["\nphase", "\nseconds"].into_iter().chain(titles);
+    let counted = phases.iter().any(|phase| phase.instructions.is_some());
+    let times: &[_] = if counted { &["\ninstructions", "\nengine"] } else { &["\nseconds"] };
+    let titles = ["\nphase"].iter().chain(times).copied().chain(titles);
     table.set_header(titles.map(|title| Cell::new(title).add_attribute(Attribute::Bold)));
-    let mut row = |name: String, seconds: f64, counters: &Counters| {
+    let mut row = |name: String, seconds: f64, instructions: Instructions, counters: &Counters| {
+        let Instructions { total, engine } = instructions;
+        let times = match counted {
+            true => vec![total.to_string(), engine.to_string()],
+            false => vec![format!("{seconds:.9}")],
+        };
         let counts = columns.iter().map(|column| (column.value)(counters).to_string());
-        table.add_row([name, format!("{seconds:.9}")].into_iter().chain(counts));
+        table.add_row([name].into_iter().chain(times).chain(counts));
     };
     for phase in phases {
         let name = match phase.iteration {
             Some(iteration) => format!("{} {iteration}", phase.name),
             None => phase.name.to_owned(),
         };
-        row(name, phase.seconds, &phase.counters);
+        row(name, phase.seconds, phase.instructions.unwrap_or_default(), &phase.counters);
     }
-    row("total".to_owned(), phases.iter().map(|phase| phase.seconds).sum(), total);
+    let seconds = phases.iter().map(|phase| phase.seconds).sum();
+    let instructions = phases.iter().filter_map(|phase| phase.instructions).sum();
+    row("total".to_owned(), seconds, instructions, total);
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
@@ -105,7 +114,7 @@ mod tests {
 
     fn phase(name: &'static str, iteration: Option<u32>, faults: u64) -> Phase {
         let counters = Counters { faults, ..Counters::default() };
-        Phase { name, iteration, seconds: 0.25, counters, exits: None }
+        Phase { name, iteration, seconds: 0.25, instructions: None, counters, exits: None }
     }
 
     #[test]
@@ -125,5 +134,18 @@ mod tests {
             ["total", "0.500000000", "12"]
         );
         assert!(text.is_ascii() && lines.iter().all(|line| *line == line.trim_end()));
+    }
+
+    #[test]
+    fn instructions_stand_in_for_seconds_where_they_are_counted() {
+        let counted = |name, total, engine| Phase {
+            instructions: Some(Instructions { total, engine }),
+            ..phase(name, None, 1)
+        };
+        let all = [counted("populate", 12_345, 300), counted("dirty", 55, 20)];
+        let text = phases(&all, &Counters::default(), false);
+        assert!(text.contains("instructions") && !text.contains("seconds"), "{text}");
+        let last: Vec<_> = text.lines().last().unwrap().split_whitespace().take(3).collect();
+        assert_eq!(last, ["total", "12400", "320"]);
     }
 }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use slat::{Gpa, Lookup};
 
 use crate::arch::Tables;
@@ -23,10 +23,10 @@ pub(crate) struct Translation {
 }
 
 /// All of guest memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Survey {
     /// How many leaves of each size.
-    #[serde(serialize_with = "by_size")]
+    #[serde(serialize_with = "by_size", deserialize_with = "from_sizes")]
     pub(crate) leaves: BTreeMap<u64, u64>,
     /// Pages of the host that no leaf translates.
     pub(crate) unmapped: u64,
@@ -47,14 +47,21 @@ impl Survey {
     }
 }
 
+/// Those of one size.
+#[derive(Serialize, Deserialize)]
+struct Leaves {
+    size: u64,
+    count: u64,
+}
+
 /// As a list, ascending, since sizes are numbers.
 fn by_size<S: Serializer>(leaves: &BTreeMap<u64, u64>, serializer: S) -> Result<S::Ok, S::Error> {
-    #[derive(Serialize)]
-    struct Leaves {
-        size: u64,
-        count: u64,
-    }
     serializer.collect_seq(leaves.iter().map(|(&size, &count)| Leaves { size, count }))
+}
+
+fn from_sizes<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<u64, u64>, D::Error> {
+    let leaves = Vec::<Leaves>::deserialize(from)?;
+    Ok(leaves.into_iter().map(|Leaves { size, count }| (size, count)).collect())
 }
 
 impl<T: Tables, P: Guest> Stage<'_, '_, T, P> {

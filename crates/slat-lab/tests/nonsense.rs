@@ -52,7 +52,7 @@ fn what_only_another_architecture_has() {
 
 #[test]
 fn a_backend_that_a_workload_has_not() {
-    for workload in ["dirty-log", "rmap-fork", "touch", "boot", "pre-fault"] {
+    for workload in ["access-tracking", "rmap-fork", "touch", "boot", "pre-fault"] {
         refused(&format!("{workload} --backend metal"), "--backend metal: not yet");
     }
     for workload in ["rmap-fork", "touch", "boot", "app"] {
@@ -60,6 +60,43 @@ fn a_backend_that_a_workload_has_not() {
     }
     refused("explain dirty-log --backend kvm", "which the model has");
     refused("dirty-log --backend iron", "invalid value");
+}
+
+#[test]
+fn what_bare_metal_has_not() {
+    let refused = |line: &str, why: &str| {
+        let (workload, options) = line.split_once(' ').unwrap();
+        refused(&format!("{workload} --backend metal {options}"), why);
+    };
+    refused("dirty-log --arch ept", "no EPT");
+    refused("page-table --granule 16k", "tables and pages of 4K");
+    refused("demand-paging --clock virtual", "--deterministic");
+    refused("dirty-log --fwb", "--fwb");
+    refused("dirty-log --exits", "--exits");
+    refused("dirty-log -v 9", "8 at most");
+    refused("dirty-log -m P40V48_64K", "pages of 4K");
+    refused("dirty-log -m P52V48_4K", "48 bits at most");
+    refused("dirty-log -s anonymous_hugetlb_64kb", "4K, 2M and 1G");
+    refused("dirty-log -p 0x40000000 -b 1M", "0x80000000");
+    refused("dirty-log -b 0", "needs memory");
+    refused("dirty-log -b 100G -v 8", "more than this computer has");
+    refused("dirty-log --split-threads 2 --eager-split 2M", "--split-threads");
+    refused("demand-paging -u MISSING -r 2", "-r");
+    refused("dirty-log-test -I 20", "-I");
+    refused("dirty-log --cpu max,pauth=off", "such as max");
+    refused("dirty-log --time-limit 0", "1..");
+    refused("dirty-log --image /no/such/image", "no such file");
+}
+
+#[test]
+fn what_only_bare_metal_has() {
+    for option in
+        ["--cpu max", "--image x", "--time-limit 9", "--deterministic", "--sabotage invalidate"]
+    {
+        refused(&format!("dirty-log {option}"), "only with --backend metal");
+    }
+    refused("dirty-log-test --deterministic --backend kvm", "only with --backend metal");
+    refused("touch --deterministic", "unexpected argument");
 }
 
 #[test]

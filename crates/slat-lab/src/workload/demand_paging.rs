@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread::{self, Scope};
 use std::time::Instant;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::arch::{Tables, with_tables};
 use crate::backend::Backend;
@@ -16,6 +16,7 @@ use crate::check::Check;
 use crate::failure::Failure;
 use crate::guest::{Pass, Program};
 use crate::layout::Layout;
+use crate::metal::{self, Request};
 use crate::model::{self, Equipment, ModelHost};
 use crate::random::Dice;
 use crate::report::{Phase, Report};
@@ -38,13 +39,13 @@ const WRITE: Pass = Pass { write_percent: 100, random: false };
 const READ: Pass = Pass { write_percent: 0, random: false };
 
 /// What is measured besides time.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Results {
     demand: Demand,
 }
 
 /// Guest pages by time, and what the handlers did.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Demand {
     pages_per_second_per_vcpu: f64,
     pages_per_second: f64,
@@ -56,9 +57,12 @@ struct Demand {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    match options.machine.backend() {
+    let backend = options.machine.backend();
+    options.metal.only_for(backend)?;
+    match backend {
         Backend::Model => on_model(options),
-        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("demand-paging")),
+        Backend::Metal => on_metal(options),
+        Backend::Kvm => Err(backend.lacks("demand-paging")),
     }
 }
 
@@ -83,6 +87,34 @@ fn on_model(options: &Options) -> Result<(), Failure> {
         phases,
         results: Results { demand },
         check,
+    };
+    output::print(&report, &options.output)
+}
+
+fn on_metal(options: &Options) -> Result<(), Failure> {
+    let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
+    metal::check(&options.memory, &options.machine)?;
+    let (layout, mut config) = options.settle(chosen)?;
+    let request = Request {
+        workload: "demand-paging",
+        options: &options.metal,
+        layout: &layout,
+        bytes: options.memory.bytes.0,
+        words: options.words()?,
+        phases: 3,
+    };
+    let told = metal::run::<Results, Found>(&request, &mut config.guest)?;
+    let demand = demand(&told.phases, &layout, &config, told.results.demand.userfault);
+    let report = Report {
+        workload: "demand-paging",
+        backend: "metal",
+        notes: told.notes,
+        summary: summary(&told.phases, &demand),
+        config,
+        phases: told.phases,
+        counters: told.counters,
+        results: Results { demand },
+        check: told.check,
     };
     output::print(&report, &options.output)
 }

@@ -19,14 +19,16 @@ use crate::check::Check;
 use crate::failure::Failure;
 use crate::guest::{Pass, Program};
 use crate::layout::Layout;
+use crate::metal::{Nothing, Request};
 use crate::model::{Equipment, ModelHost};
 use crate::options::Clock;
 use crate::random::Dice;
 use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
-use crate::{config, model, output};
+use crate::{config, metal, model, output};
 
 mod audit;
+mod costs;
 mod in_virtual_time;
 mod options;
 mod rings;
@@ -52,9 +54,12 @@ const POPULATE: Pass = Pass { write_percent: 100, random: false };
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    match options.machine.backend() {
+    let backend = options.machine.backend();
+    options.metal.only_for(backend)?;
+    match backend {
         Backend::Model => on_model(options),
-        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("dirty-log")),
+        Backend::Metal => on_metal(options),
+        Backend::Kvm => Err(backend.lacks("dirty-log")),
     }
 }
 
@@ -80,6 +85,41 @@ fn on_model(options: &Options) -> Result<(), Failure> {
         phases,
         results: (),
         check,
+    };
+    output::print(&report, &options.output)
+}
+
+fn on_metal(options: &Options) -> Result<(), Failure> {
+    let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
+    metal::check(&options.memory, &options.machine)?;
+    let (layout, mut config) = options.settle(chosen)?;
+    let request = Request {
+        workload: "dirty-log",
+        options: &options.metal,
+        layout: &layout,
+        bytes: options.memory.bytes.0,
+        words: config.words()?,
+        phases: u64::from(config.iterations) * 3 + 3,
+    };
+    let told = metal::run::<Nothing, Found>(&request, &mut config.guest)?;
+    let mut summary = summary(&told.phases, config.iterations);
+    // What is written at random, or by several vCPUs, is known to the log alone.
+    let writes_all = config.write_percent == 100 && !config.random_order;
+    let pages = writes_all.then(|| layout.guest_pages());
+    let costs = costs::lines(&told.phases, config.guest.arch, pages);
+    if !costs.is_empty() {
+        summary.extend([String::new()].into_iter().chain(costs));
+    }
+    let report = Report {
+        workload: "dirty-log",
+        backend: "metal",
+        notes: told.notes,
+        summary,
+        config,
+        phases: told.phases,
+        counters: told.counters,
+        results: (),
+        check: told.check,
     };
     output::print(&report, &options.output)
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use slat_vm::LogMode;
 
 use crate::arch::{Tables, with_tables};
@@ -17,12 +17,13 @@ use crate::backend::Backend;
 use crate::check::{Check, Findings};
 use crate::failure::Failure;
 use crate::layout::Layout;
+use crate::metal::Request;
 use crate::model::{Equipment, ModelHost};
 use crate::options::MachineOptions;
 use crate::random::Dice;
 use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
-use crate::{config, model, output};
+use crate::{config, metal, model, output};
 
 mod guest;
 mod options;
@@ -37,34 +38,37 @@ use verify::{Bits, Collected, Verifier};
 const SLOT: u32 = 0;
 
 /// What one way of logging gave.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Mode {
     mode: Way,
     rounds: u32,
     writes: u64,
     /// Times that a vCPU had to wait until its ring was reset.
+    #[serde(default)]
     ring_full: u64,
     /// Entries of rings that were reset, though not so many had been taken, or the other way round.
     mismatched: u64,
     /// Entries of rings that named no page of the slot.
+    #[serde(default)]
     foreign: u64,
     #[serde(flatten)]
     bits: Bits,
 }
 
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Results {
     modes: Vec<Mode>,
 }
 
 /// What was found, in all ways together.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 struct Found {
     /// Pages of the host that were watched.
     pages: u64,
     #[serde(flatten)]
     bits: Bits,
     mismatched: u64,
+    #[serde(default)]
     foreign: u64,
 }
 
@@ -92,9 +96,12 @@ impl Findings for Found {
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    match options.machine.backend() {
+    let backend = options.machine.backend();
+    options.metal.only_for(backend)?;
+    match backend {
         Backend::Model => on_model(options),
-        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("dirty-log-test")),
+        Backend::Metal => on_metal(options),
+        Backend::Kvm => Err(backend.lacks("dirty-log-test")),
     }
 }
 
@@ -120,6 +127,33 @@ fn on_model(options: &Options) -> Result<(), Failure> {
         phases,
         results,
         check: Some(Check { found, violations, violation }),
+    };
+    output::print(&report, &options.output)
+}
+
+fn on_metal(options: &Options) -> Result<(), Failure> {
+    let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
+    metal::check(&options.memory, &options.machine)?;
+    let (layout, mut config) = options.settle(chosen)?;
+    let request = Request {
+        workload: "dirty-log-test",
+        options: &options.metal,
+        layout: &layout,
+        bytes: options.memory.bytes.0 * u64::from(options.memory.vcpus),
+        words: options.words(&config)?,
+        phases: config.log.len() as u64,
+    };
+    let told = metal::run::<Results, Found>(&request, &mut config.guest)?;
+    let report = Report {
+        workload: "dirty-log-test",
+        backend: "metal",
+        notes: told.notes,
+        summary: told.results.modes.iter().map(Mode::line).collect(),
+        config,
+        phases: told.phases,
+        counters: told.counters,
+        results: told.results,
+        check: told.check,
     };
     output::print(&report, &options.output)
 }

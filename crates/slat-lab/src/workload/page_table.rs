@@ -18,10 +18,11 @@ use crate::backend::Backend;
 use crate::check::Check;
 use crate::contents;
 use crate::failure::Failure;
+use crate::metal::{Nothing, Request};
 use crate::report::{Phase, Report};
 use crate::stage::{Ground, Stage};
 use crate::translations::Survey;
-use crate::{config, model, output};
+use crate::{config, metal, model, output};
 
 mod found;
 mod guest;
@@ -37,9 +38,12 @@ pub(crate) use options::{LONG_HELP, Options};
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    match options.machine.backend() {
+    let backend = options.machine.backend();
+    options.metal.only_for(backend)?;
+    match backend {
         Backend::Model => on_model(options),
-        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("page-table")),
+        Backend::Metal => on_metal(options),
+        Backend::Kvm => Err(backend.lacks("page-table")),
     }
 }
 
@@ -60,6 +64,33 @@ fn on_model(options: &Options) -> Result<(), Failure> {
         phases,
         results: (),
         check,
+    };
+    output::print(&report, &options.output)
+}
+
+fn on_metal(options: &Options) -> Result<(), Failure> {
+    let Some(chosen) = config::choose(&options.memory)? else { return Ok(()) };
+    metal::check(&options.memory, &options.machine)?;
+    let (layout, mut config) = options.settle(chosen)?;
+    let request = Request {
+        workload: "page-table",
+        options: &options.metal,
+        layout: &layout,
+        bytes: layout.size,
+        words: String::new(),
+        phases: 6,
+    };
+    let told = metal::run::<Nothing, Found>(&request, &mut config.guest)?;
+    let report = Report {
+        workload: "page-table",
+        backend: "metal",
+        notes: told.notes,
+        summary: summary(&told.phases),
+        config,
+        phases: told.phases,
+        counters: told.counters,
+        results: (),
+        check: told.check,
     };
     output::print(&report, &options.output)
 }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::source;
 use super::userfault::{Mode, Served, Userfault};
@@ -14,7 +14,7 @@ use crate::stage::{Ground, Stage};
 use crate::translations::Translation;
 
 /// What was wrong.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Found {
     /// Guest pages that were looked at.
     pages: u64,

@@ -12,6 +12,7 @@ use crate::config::{self, GuestConfig};
 use crate::failure::Failure;
 use crate::guest_mode::GuestMode;
 use crate::layout::{Layout, Plan};
+use crate::metal::{self, MetalOptions};
 use crate::options::{CheckOption, MachineOptions, MemoryOptions, OutputOptions, OverlapOption};
 use crate::pinning::{PinOption, Pinning};
 
@@ -69,6 +70,9 @@ pub(crate) struct Options {
     pub(crate) machine: MachineOptions,
 
     #[command(flatten)]
+    pub(super) metal: MetalOptions,
+
+    #[command(flatten)]
     check: CheckOption,
 
     #[command(flatten)]
@@ -116,6 +120,24 @@ impl Options {
             pinning: self.pin.settle(self.memory.vcpus)?,
         };
         Ok((layout, config))
+    }
+
+    /// As the hypervisor on bare metal is told.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`]: it has not what was asked for.
+    pub(super) fn words(&self) -> Result<String, Failure> {
+        let given = [("-a", self.single), ("-d", self.delay > 0), ("-r", self.readers > 1)];
+        if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
+            let why = format!("{option}: there are no handlers; who faults on a page serves it");
+            return Err(metal::refusal(&why));
+        }
+        let userfault = match self.userfault {
+            None => "off",
+            Some(Mode::Missing) => "missing",
+            Some(Mode::Minor) => "minor",
+        };
+        Ok(format!("overlap={} userfault={userfault}", metal::switch(self.overlap.overlap)))
     }
 
     /// Options that were given and mean nothing.

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use slat_model::HostMemory;
 use slat_vm::{Access, Host, HostError, HostPage, Hva};
 
@@ -82,7 +82,7 @@ struct Queue {
 }
 
 /// What handlers have done.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Served {
     /// Pages that vCPUs asked for, each time.
     pub(crate) requests: u64,

@@ -17,7 +17,7 @@
 
 use std::collections::BTreeSet;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use slat_model::HostMemory;
 
 use crate::check::Findings;
@@ -29,7 +29,7 @@ use crate::layout::Layout;
 const NAMED: usize = 10;
 
 /// What the audit found.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Found {
     /// Guest pages that were watched.
     pages: u64,

@@ -276,7 +276,8 @@ pub(super) fn run_and_explain(
 
 fn counted(phase: &Phase) -> report::Phase {
     let &Phase { name, iteration, took, counters, .. } = phase;
-    report::Phase { name, iteration, seconds: took.as_seconds(), counters, exits: None }
+    let seconds = took.as_seconds();
+    report::Phase { name, iteration, seconds, instructions: None, counters, exits: None }
 }
 
 /// Says why something that was asked for cannot be had in virtual time.

@@ -13,6 +13,7 @@ use crate::config::{self, GuestConfig};
 use crate::failure::Failure;
 use crate::guest_mode::GuestMode;
 use crate::layout::{Layout, Plan};
+use crate::metal::{self, MetalOptions};
 use crate::options::{
     CheckOption, EagerSplit, EagerSplitOption, MachineOptions, MemoryOptions, OffsetOption,
     OutputOptions, OverlapOption, SlotsOption,
@@ -111,6 +112,9 @@ pub(crate) struct Options {
     pub(crate) machine: MachineOptions,
 
     #[command(flatten)]
+    pub(super) metal: MetalOptions,
+
+    #[command(flatten)]
     pub(super) split: EagerSplitOption,
 
     /// So many threads split each memslot at once, in the enable phase; without this, one does, then or as the log is
@@ -169,6 +173,36 @@ impl Config {
             notes.push(why.to_owned());
         }
         notes
+    }
+
+    /// As the hypervisor on bare metal is told.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`]: it has not what was asked for.
+    pub(super) fn words(&self) -> Result<String, Failure> {
+        if self.split_threads.is_some() {
+            return Err(metal::refusal(
+                "--split-threads: its hypervisor has a thread on each vCPU's CPU, and no more",
+            ));
+        }
+        let log = match self.log {
+            LogKind::Bitmap => "bitmap",
+            LogKind::Ring => "ring",
+            LogKind::Hardware => "hardware",
+        };
+        let ring = self.ring_entries.map_or_else(String::new, |entries| format!(" ring={entries}"));
+        Ok(format!(
+            "iterations={} writes={} random={} seed={} log={log}{ring} manual-protect={} overlap={} slots={} \
+             run-while-disabling={}",
+            self.iterations,
+            self.write_percent,
+            metal::switch(self.random_order),
+            self.seed,
+            metal::switch(self.manual_protect),
+            metal::switch(self.overlap),
+            self.slots,
+            metal::switch(self.run_while_disabling),
+        ))
     }
 
     /// How a memslot is logged.

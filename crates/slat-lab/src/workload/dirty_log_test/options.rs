@@ -4,13 +4,14 @@ use std::fmt;
 use std::ops::Range;
 
 use clap::{Args, ValueEnum};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::backing::Backing;
 use crate::config::{self, GuestConfig};
 use crate::failure::Failure;
 use crate::guest_mode::GuestMode;
 use crate::layout::{Layout, Plan};
+use crate::metal::{self, MetalOptions};
 use crate::options::{
     CheckOption, EagerSplit, MachineOptions, MemoryOptions, OffsetOption, OrHelp, OutputOptions,
 };
@@ -30,6 +31,9 @@ Exit status: 0 done; 1 the run broke off or the check found something; 2 the com
 
 /// Pages of guest memory beyond what -b says.
 const MORE_PAGES: u64 = 3;
+
+/// Milliseconds.
+const INTERVAL: u32 = 10;
 
 /// Options of `dirty-log-test`.
 #[derive(Clone, Debug, Args)]
@@ -56,7 +60,7 @@ pub(crate) struct Options {
     iterations: u32,
 
     /// Milliseconds from one round to the next
-    #[arg(short = 'I', long, value_name = "MILLISECONDS", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short = 'I', long, value_name = "MILLISECONDS", default_value_t = INTERVAL, value_parser = clap::value_parser!(u32).range(1..))]
     interval: u32,
 
     /// Entries of a dirty ring, rounded down to a power of two that the pages can fill
@@ -69,6 +73,9 @@ pub(crate) struct Options {
 
     #[command(flatten)]
     pub(crate) machine: MachineOptions,
+
+    #[command(flatten)]
+    pub(super) metal: MetalOptions,
 
     #[command(flatten)]
     check: CheckOption,
@@ -88,7 +95,7 @@ enum Ways {
 }
 
 /// A way of logging.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Way {
     /// Collections clear and protect.
@@ -181,6 +188,29 @@ impl Options {
             seed: self.seed,
         };
         Ok((layout, config))
+    }
+}
+
+impl Options {
+    /// As the hypervisor on bare metal is told.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`]: it has not what was asked for.
+    pub(super) fn words(&self, config: &Config) -> Result<String, Failure> {
+        if self.interval != INTERVAL {
+            return Err(metal::refusal(
+                "-I: its rounds are as long as guests take to write for a while",
+            ));
+        }
+        let ways = match self.log {
+            Ways::All => "all",
+            Ways::DirtyLog => Way::DirtyLog.name(),
+            Ways::ClearLog => Way::ClearLog.name(),
+            Ways::DirtyRing => Way::DirtyRing.name(),
+            Ways::Hardware => Way::Hardware.name(),
+        };
+        let Config { iterations, seed, ring_entries: ring, .. } = config;
+        Ok(format!("ways={ways} iterations={iterations} seed={seed} ring={ring}"))
     }
 }
 

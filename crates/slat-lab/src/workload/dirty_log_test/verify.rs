@@ -10,14 +10,14 @@
 
 use std::sync::atomic::Ordering;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use slat_model::HostMemory;
 
 /// Bits of a word of a bitmap.
 const WORD: u64 = 64;
 
 /// What was compared, and what was wrong.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Bits {
     /// Pages that were reported and compared.
     pub(super) dirty: u64,

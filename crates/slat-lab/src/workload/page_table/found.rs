@@ -1,7 +1,7 @@
 //! What the check of `slat page-table` finds: leaves are as large as backing, log and stage say, and lead where the
 //! pages are.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::check::Findings;
 use crate::layout::Layout;
@@ -13,7 +13,7 @@ use super::options::Config;
 pub(crate) type Judge = fn(&mut Found, u64, Option<&Translation>);
 
 /// The tables after each stage, and what was wrong.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Found {
     pub(crate) created: Survey,
     pub(crate) updated: Survey,

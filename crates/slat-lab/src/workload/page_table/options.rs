@@ -10,6 +10,7 @@ use crate::config::{self, GuestConfig};
 use crate::failure::Failure;
 use crate::guest_mode::GuestMode;
 use crate::layout::{Layout, Plan};
+use crate::metal::MetalOptions;
 use crate::options::{
     CheckOption, EagerSplit, EagerSplitOption, MachineOptions, MemoryOptions, OffsetOption,
     OutputOptions,
@@ -40,6 +41,9 @@ pub(crate) struct Options {
 
     #[command(flatten)]
     pub(crate) machine: MachineOptions,
+
+    #[command(flatten)]
+    pub(super) metal: MetalOptions,
 
     #[command(flatten)]
     split: EagerSplitOption,
