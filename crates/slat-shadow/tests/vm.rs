@@ -190,7 +190,7 @@ fn writes_under_a_log_are_reported_once_a_collection_and_none_is_lost() {
             let dirty: Vec<_> = world.collect().into_iter().filter(|&frame| frame != 4).collect();
             assert_eq!(dirty, [FRAME]);
         }
-        assert_eq!(world.collect(), []);
+        assert_eq!(world.collect(), [0; 0]);
     });
 }
 
@@ -198,7 +198,7 @@ fn writes_under_a_log_are_reported_once_a_collection_and_none_is_lost() {
 fn what_the_shadow_notes_in_the_guests_tables_is_in_the_log() {
     with(Backing::Anonymous, VmOptions::default(), |world| {
         world.log(LogMode::Protect);
-        assert_eq!(world.collect(), []);
+        assert_eq!(world.collect(), [0; 0]);
         world.access(GVA, Access::Read);
         assert_eq!(world.collect(), [1, 2, 3], "accessed flags; that of the page is set");
     });
@@ -217,7 +217,7 @@ fn a_manual_log_reports_until_it_is_cleared() {
         world.vm.clear_dirty_log(&mut world.worker, 0, word, 64, &bitmap).unwrap();
         world
             .shadow(|shadow, memory| shadow.write_protect_pages(memory, Gpa(word * PAGE), &bitmap));
-        assert_eq!(world.collect(), []);
+        assert_eq!(world.collect(), [0; 0]);
         world.write(3);
         assert_eq!(world.collect(), [FRAME]);
     });
