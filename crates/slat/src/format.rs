@@ -213,7 +213,8 @@ pub unsafe trait Format: Copy + PartialEq + Send + Sync + 'static {
     fn output(&self, entry: u64, level: Level) -> Hpa;
     /// The template that a leaf entry was made with (access flag and dirty state as they are now).
     fn template_of(&self, entry: u64, level: Level) -> u64;
-    /// Whether a template is one that this format, as it is configured, would make.
+    /// Whether a template has nothing that this format, as it is configured, never gives one. It is asked at each fault, so
+    /// it looks at single bits and at what the engine relies on, and not at every combination.
     fn fits(&self, template: u64) -> bool;
     /// A template in words.
     fn attributes(&self, template: u64) -> Attributes;

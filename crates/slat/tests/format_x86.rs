@@ -102,6 +102,22 @@ fn entries_are_what_the_engine_takes_them_for<F: Format>(format: &F) {
     }
 }
 
+/// A bit that no template has, or without which none is, makes one of another format.
+fn bits_that_no_template_has_do_not_fit<F: Format>(format: &F) {
+    let all = expressible(format);
+    let sometimes = all.iter().fold(0, |bits, &(_, template)| bits | template);
+    let always = all.iter().fold(!0, |bits, &(_, template)| bits & template);
+    assert!(always != 0 && sometimes != !0);
+    for bit in (0..64).map(|number| 1 << number) {
+        if sometimes & bit != 0 && always & bit == 0 {
+            continue;
+        }
+        for &(attributes, template) in &all {
+            assert!(!format.fits(template ^ bit), "{attributes:?}, bit {bit:#x}");
+        }
+    }
+}
+
 /// Permissions combine as sets do, also where only one of two entries was used.
 fn permissions_combine<F: Format>(format: &F) {
     let all = expressible(format);
@@ -141,6 +157,7 @@ fn permissions_combine<F: Format>(format: &F) {
 fn all_is_well<F: Format>(format: &F) {
     entries_are_what_the_engine_takes_them_for(format);
     permissions_combine(format);
+    bits_that_no_template_has_do_not_fit(format);
 }
 
 #[test]

@@ -52,6 +52,9 @@ const VALID: u64 = 1 << 11;
 /// Ignored by hardware: somebody asks for the dirty flag.
 const TRACKED: u64 = 1 << 56;
 const SUPPRESS_VE: u64 = 1 << 63;
+/// What invalid entries are tagged with, [`LOCK_BIT`] among them; in hardware supervisor shadow stacks (60) and sub-page
+/// permissions (61).
+const TAGS: u64 = 0b111 << 60;
 
 /// From bits 2:0 to where they are kept aside.
 const ASIDE: u32 = 57;
@@ -361,7 +364,7 @@ unsafe impl<A: Flags, V: Violations> Format for Ept<A, V> {
         let memory = template & MEMORY;
         let foreign = x86::ADDRESS
             | BLOCK
-            | LOCK_BIT
+            | TAGS
             | ACCESS << ASIDE
             | if self.mode_based { 0 } else { EXECUTE_USER }
             | if self.tracks_dirty { 0 } else { TRACKED }
