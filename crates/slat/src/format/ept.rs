@@ -6,7 +6,9 @@
 //! valid entry is bit 11, which hardware ignores; so it does the software bits 55:52, and bit 56, which says that a log
 //! asks for the dirty flag. An entry that must not be present moves its permissions aside, to bits 59:57 and 4, where
 //! hardware sees nothing (bit 4 says nothing that bit 5 does not, for the memory types that are used). LOCKED entries do
-//! so; and without accessed flags in hardware, entries whose access flag is clear, so that the next access faults.
+//! so; and without accessed flags in hardware, entries whose access flag is clear, so that the next access faults. An entry
+//! that is present has 59:57 clear, which asks for neither guest-paging verification (57) nor paging-write access (58),
+//! where a VMCS turns those controls on; in one that permits nothing they are ignored (SDM vol. 3C, 29.3.2).
 //!
 //! ```
 //! use slat::format::ept::Ept;

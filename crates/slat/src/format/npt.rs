@@ -45,7 +45,8 @@ const BASE: u64 = PRESENT | USER;
 ///
 /// One value describes the trees of one kind of VM on one kind of CPU. The host's paging must agree: `EFER.NXE` is set,
 /// `CR4.LA57` if the walk has five levels, and entries 0, 2 and 3 of its PAT are those of reset (write-back, UC-,
-/// uncacheable).
+/// uncacheable). The guest mode execute trap (GMET) is off in the VMCB: it would forbid the guest's kernel to execute what
+/// has the user bit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Npt {
     geometry: Geometry,

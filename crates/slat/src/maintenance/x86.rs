@@ -96,6 +96,9 @@ impl Npt {
 }
 
 impl Maintenance for Npt {
+    /// No passage is known that promises of a nested page fault what the SDM does of an EPT violation. So a fault that finds
+    /// enough permission flushes the ASID on its CPU: nothing smaller goes by guest-physical address.
+    const FAULT_INVALIDATES: bool = false;
     /// APM vol. 2, 5.5 "Translation-Lookaside Buffer": a change of size is like any other, and both are right meanwhile.
     const RESIZES: bool = true;
 
