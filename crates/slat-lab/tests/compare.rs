@@ -153,6 +153,15 @@ fn times_of_a_checked_run_are_called_no_measurement() {
 }
 
 #[test]
+fn seconds_of_a_thousand_years_do_not_fill_the_line() {
+    let files = Files::new("long");
+    let file = |name, seconds| files.with(name, &run("\"seed\": 1", "", &[("dirty", 1, seconds)]));
+    let text = text(&format!("compare {} {}", file("a.json", 1e300), file("b.json", 2.5e8)));
+    let row = row(&text, "dirty");
+    assert_eq!((row[1], row[3]), ("1.000000000e300", "250000000.000000000"), "{text}");
+}
+
+#[test]
 fn a_file_without_results_is_refused_with_its_name_and_the_reason() {
     let files = Files::new("bad");
     let good = files.with("good.json", &run("\"bytes\": 4096", "", &[("dirty", 1, 1.0)]));

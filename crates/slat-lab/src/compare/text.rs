@@ -125,7 +125,13 @@ fn table(rows: &[Row]) -> Vec<String> {
 }
 
 fn seconds(of: &Summary) -> String {
-    format!("{:.9}", of.mean_seconds)
+    /// Thirty years: more is nobody's measurement, and its digits would fill the line.
+    const LONG: f64 = 1e9;
+    if of.mean_seconds < LONG {
+        format!("{:.9}", of.mean_seconds)
+    } else {
+        format!("{:.9e}", of.mean_seconds)
+    }
 }
 
 fn plain() -> Table {
