@@ -95,6 +95,11 @@ fn a_design_in_a_file_needs_no_compiler() {
     let cheap = dirty(&options);
     fs::write(&file, costly).unwrap();
     assert!(dirty(&options) > cheap);
+    fs::write(&file, text.replace("\"regions\"", "\"slat\"")).unwrap();
+    let output = slat(&format!("{RUN} {options}"));
+    assert_eq!(output.status.code(), Some(2));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("its name is slat, which is built in"), "{said}");
     fs::write(&file, format!("{text}colour = \"red\"\n")).unwrap();
     let output = slat(&format!("{RUN} {options}"));
     assert_eq!(output.status.code(), Some(2));

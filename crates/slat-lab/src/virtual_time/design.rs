@@ -153,7 +153,16 @@ impl Design {
     /// [`Failure::Usage`]: there is none, or what is wrong with it.
     pub(crate) fn load(name: &str) -> Result<Self, Failure> {
         let (text, what) = super::data("design", name, BUILT_IN)?;
-        toml::from_str(&text).map_err(|why| Failure::Usage(format!("{what}: {why}")))
+        let design: Self =
+            toml::from_str(&text).map_err(|why| Failure::Usage(format!("{what}: {why}")))?;
+        // A table shows a design by its name alone.
+        if design.name != name && BUILT_IN.iter().any(|(known, _)| *known == design.name) {
+            return Err(Failure::Usage(format!(
+                "{what}: its name is {}, which is built in; give it another",
+                design.name
+            )));
+        }
+        Ok(design)
     }
 
     /// Those that are built in.
