@@ -34,6 +34,8 @@ pub(super) fn reproduce(published: &RmapCounter) -> Result<Section, Failure> {
         Cell::percent((TABLE, format!("{name} / slots-3"), kind), figures, POINTS, String::new())
     };
     let spread = &published.fork_spread_percent;
+    let (merged, merged_spread) =
+        (&published.merged_fork_time, &published.merged_fork_spread_percent);
     let head = vec![
         format!("{TABLE}: {}", published.source),
         format!("  {}", published.setup),
@@ -44,6 +46,15 @@ pub(super) fn reproduce(published: &RmapCounter) -> Result<Section, Failure> {
         format!(
             "  published spreads: {} %, {} %, {} %",
             spread.slots_3, spread.slots_15, spread.slots_14_counter
+        ),
+        format!("  measured again: {}", published.merged_source),
+        format!(
+            "  there slots-15 has {:+.1} % and slots-14-counter {:+.1} %; spreads {} %, {} %, {} %",
+            percent(merged.slots_15, merged.slots_3),
+            percent(merged.slots_14_counter, merged.slots_3),
+            merged_spread.slots_3,
+            merged_spread.slots_15,
+            merged_spread.slots_14_counter
         ),
     ];
     let cells = vec![

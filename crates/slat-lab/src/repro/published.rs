@@ -74,6 +74,9 @@ pub(crate) struct RmapCounter {
     pub(crate) setup: String,
     pub(crate) fork_time: ReverseMaps,
     pub(crate) fork_spread_percent: ReverseMaps,
+    pub(crate) merged_source: String,
+    pub(crate) merged_fork_time: ReverseMaps,
+    pub(crate) merged_fork_spread_percent: ReverseMaps,
 }
 
 /// By how reverse maps are kept.

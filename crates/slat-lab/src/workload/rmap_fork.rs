@@ -20,7 +20,7 @@ mod slots;
 use kernel::{Kernel, content};
 use options::Config;
 pub(crate) use options::{Design, LONG_HELP, Options};
-use slots::{Counted, Searched, Slots};
+use slots::{Counted, HalfLine, Searched, Slots, TwoLines};
 
 /// What only this workload measures.
 #[derive(Clone, Debug, Serialize)]
@@ -121,9 +121,9 @@ struct Ended {
 
 fn play(config: &Config) -> Result<Ended, Failure> {
     match config.design {
-        Design::Slots3 => play_with::<Slots<3, Searched>>(config),
-        Design::Slots15 => play_with::<Slots<15, Searched>>(config),
-        Design::Slots14Counter => play_with::<Slots<14, Counted>>(config),
+        Design::Slots3 => play_with::<Slots<3, Searched, HalfLine>>(config),
+        Design::Slots15 => play_with::<Slots<15, Searched, TwoLines>>(config),
+        Design::Slots14Counter => play_with::<Slots<14, Counted, TwoLines>>(config),
         Design::Slat => play_with::<Chains>(config),
     }
 }

@@ -15,7 +15,8 @@ use crate::size::Size;
 pub(crate) const LONG_HELP: &str = "\
 A guest kernel, whose page tables are shadowed, runs a process that forks N children, which share its memory \
 copy-on-write. Each child reads all of it and writes a part, and all are reaped at the end. So a page of the guest is \
-mapped by up to N + 1 shadow entries, and the time depends on how they are found again: the reverse maps.
+mapped by up to N + 1 shadow entries, and the time depends on how they are found again: the reverse maps. Shadow paging is \
+x86's: there is no --arch.
 
 Designs of the reverse maps: slots-3, slots-15 and slots-14-counter are those that KVM went through, chains of descriptors \
 that are searched; slat knows the place of each entry.
@@ -30,15 +31,15 @@ Exit status: 0 done; 1 the run broke off or the check found something; 2 the com
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Design {
-    /// Chains of 3 slots, searched (KVM until 5.11)
+    /// Chains of 3 slots, searched (KVM until 5.14)
     #[value(name = "slots-3")]
     #[serde(rename = "slots-3")]
     Slots3,
-    /// Chains of 15 slots, searched (KVM 5.12)
+    /// Chains of 15 slots, searched (a step on the way to KVM 5.15)
     #[value(name = "slots-15")]
     #[serde(rename = "slots-15")]
     Slots15,
-    /// Chains of 14 slots and a counter, searched (KVM 5.15)
+    /// Chains of 14 slots and a counter, searched (KVM from 5.15 to 6.3)
     #[value(name = "slots-14-counter")]
     #[serde(rename = "slots-14-counter")]
     Slots14Counter,
