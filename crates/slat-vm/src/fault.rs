@@ -260,6 +260,7 @@ impl<'m, M: Machine> Hands<'m, M> {
     }
 
     /// Before the page can be seen by the guest at all, and before it can be executed.
+    #[inline]
     fn maintain_caches<F: Format, H: Host>(
         &self,
         vm: &Vm<'m, F, M, H>,

@@ -165,6 +165,7 @@ impl Gate {
         runs == 0 || tree.is_none_or(|tree| tree.0 == runs)
     }
 
+    #[inline]
     fn enter(&self) -> Result<Inside<'_>, Requests> {
         // The guard of the last entry may have been leaked; the vCPU is outside all the same.
         self.leave_for_good();
@@ -175,6 +176,7 @@ impl Gate {
     }
 
     /// The second half of `enter`: inside already, look for requests.
+    #[inline]
     fn look(&self) -> Result<Inside<'_>, Requests> {
         if self.requests.load(Ordering::Relaxed) == 0 {
             return Ok(Inside { gate: self, not_send: PhantomData });
@@ -194,6 +196,7 @@ impl Gate {
         }
     }
 
+    #[inline]
     fn leave(&self) {
         // Release: what was done inside comes before whoever sees the vCPU outside (rule 11: leaving acknowledges).
         self.state.store(self.state.load(Ordering::Relaxed) + 1, Ordering::Release);
@@ -217,6 +220,7 @@ pub struct Inside<'v> {
 }
 
 impl Drop for Inside<'_> {
+    #[inline]
     fn drop(&mut self) {
         self.gate.leave();
     }

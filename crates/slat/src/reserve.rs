@@ -57,6 +57,7 @@ impl<'m, M: Machine> Reserve<'m, M> {
     ///
     /// # Errors
     /// [`NoMemory`] when the machine has no more; those allocated so far stay in hand.
+    #[inline]
     pub fn top_up(&mut self, tables: usize) -> Result<(), NoMemory> {
         while self.len < tables {
             match self.machine.allocate(1) {
