@@ -46,7 +46,7 @@ impl Backend {
         match self {
             Self::Model => Some("every workload"),
             Self::Metal => Some("dirty-log, dirty-log-test, page-table and demand-paging"),
-            Self::Kvm => None,
+            Self::Kvm => Some("all but rmap-fork, touch, boot and app"),
         }
     }
 

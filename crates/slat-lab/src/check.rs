@@ -40,16 +40,32 @@ impl Findings for Unchecked {
 pub(crate) struct Check<F> {
     #[serde(flatten)]
     pub(crate) found: F,
+    /// Absent where nobody sees what is done to tables.
+    #[serde(flatten)]
+    pub(crate) rules: Option<Rules>,
+}
+
+/// What the machine's rule checker saw.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Rules {
     /// Rules of the architecture or of the engine's protocol that were broken.
     pub(crate) violations: u64,
     /// The first of them.
     pub(crate) violation: Option<String>,
 }
 
+impl Rules {
+    /// Adds what another machine's saw.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.violations += other.violations;
+        self.violation = self.violation.take().or(other.violation);
+    }
+}
+
 impl<F: Findings> Check<F> {
     /// Everything that was found, by kind.
     fn wrong(&self) -> impl Iterator<Item = (u64, &'static str)> {
-        let rules = [(self.violations, "rules were broken")];
+        let rules = self.rules.iter().map(|rules| (rules.violations, "rules were broken"));
         self.found.wrong().into_iter().chain(rules).filter(|(count, _)| *count > 0)
     }
 
@@ -62,11 +78,12 @@ impl<F: Findings> Check<F> {
     pub(crate) fn verdict(&self) -> Vec<String> {
         let mut lines = vec![self.found.compared()];
         if self.is_clean() {
-            lines.push(format!("{}, no rule broken", F::CLEAN));
+            let rules = if self.rules.is_some() { ", no rule broken" } else { "" };
+            lines.push(format!("{}{rules}", F::CLEAN));
         }
         lines.extend(self.wrong().map(|(count, what)| format!("{count} {what}")));
         lines.extend(self.found.named());
-        lines.extend(self.violation.clone());
+        lines.extend(self.rules.as_ref().and_then(|rules| rules.violation.clone()));
         lines
     }
 }
@@ -98,11 +115,12 @@ mod tests {
 
     #[test]
     fn the_verdict_names_what_was_found_and_nothing_else() {
-        let clean = Check { found: Pages { lost: 0 }, violations: 0, violation: None };
+        let rules = Some(Rules::default());
+        let clean = Check { found: Pages { lost: 0 }, rules: rules.clone() };
         assert_eq!(clean.verdict(), ["4 pages", "nothing lost, no rule broken"]);
         assert!(clean.is_clean());
-        let violation = Some("a rule".to_owned());
-        let lossy = Check { found: Pages { lost: 2 }, violations: 1, violation };
+        let rules = Some(Rules { violations: 1, violation: Some("a rule".to_owned()) });
+        let lossy = Check { found: Pages { lost: 2 }, rules };
         let lines =
             ["4 pages", "2 pages were lost", "1 rules were broken", "the first: 7", "a rule"];
         assert_eq!(lossy.verdict(), lines);
@@ -111,14 +129,23 @@ mod tests {
 
     #[test]
     fn a_broken_rule_is_enough() {
-        let broken = Check { found: Pages { lost: 0 }, violations: 1, violation: None };
+        let rules = Some(Rules { violations: 1, violation: None });
+        let broken = Check { found: Pages { lost: 0 }, rules };
         assert!(!broken.is_clean());
     }
 
     #[test]
     fn what_a_workload_found_stands_beside_the_rules() {
-        let check = Check { found: Pages { lost: 2 }, violations: 0, violation: None };
+        let check = Check { found: Pages { lost: 2 }, rules: Some(Rules::default()) };
         let json = serde_json::to_value(check).unwrap();
         assert_eq!(json, serde_json::json!({"lost": 2, "violations": 0, "violation": null}));
+    }
+
+    #[test]
+    fn where_nobody_sees_the_rules_nothing_is_said_of_them() {
+        let check = Check { found: Pages { lost: 0 }, rules: None };
+        assert_eq!(check.verdict(), ["4 pages", "nothing lost"]);
+        let json = serde_json::to_value(check).unwrap();
+        assert_eq!(json, serde_json::json!({"lost": 0}));
     }
 }

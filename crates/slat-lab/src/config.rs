@@ -5,6 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::arch::Arch;
+use crate::backend::Backend;
 use crate::backing::{self, Backing};
 use crate::failure::Failure;
 use crate::granule::GranuleSize;
@@ -24,11 +25,9 @@ pub(crate) struct GuestConfig {
     pub(crate) backing_page: Size,
     pub(crate) mode: GuestMode,
     pub(crate) gpa: u64,
-    pub(crate) arch: Arch,
-    pub(crate) granule: GranuleSize,
-    pub(crate) ipa_bits: u32,
-    pub(crate) fwb: bool,
-    pub(crate) hardware_access: bool,
+    /// The tables, where they are slat's.
+    #[serde(flatten)]
+    pub(crate) tables: Option<TablesConfig>,
     pub(crate) clock: Clock,
     pub(crate) check: bool,
     /// What emulates the CPU, if that is not the model.
@@ -42,6 +41,16 @@ pub(crate) struct Emulated {
     pub(crate) cpu: String,
     /// The version of QEMU.
     pub(crate) qemu: String,
+}
+
+/// What tables slat makes.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct TablesConfig {
+    pub(crate) arch: Arch,
+    pub(crate) granule: GranuleSize,
+    pub(crate) ipa_bits: u32,
+    pub(crate) fwb: bool,
+    pub(crate) hardware_access: bool,
 }
 
 /// What was chosen from lists, or `None` after the list was printed because `help` was.
@@ -80,11 +89,13 @@ pub(crate) fn settle(
         backing_page: backing.page_size(layout.granule),
         mode,
         gpa: layout.gpa,
-        arch: machine.arch(),
-        granule: layout.granule,
-        ipa_bits: layout.ipa_bits,
-        fwb: machine.fwb,
-        hardware_access: machine.hardware_access(),
+        tables: (machine.backend() != Backend::Kvm).then(|| TablesConfig {
+            arch: machine.arch(),
+            granule: layout.granule,
+            ipa_bits: layout.ipa_bits,
+            fwb: machine.fwb,
+            hardware_access: machine.hardware_access(),
+        }),
         clock: machine.clock_or(Clock::Real),
         check,
         emulated: None,
@@ -102,9 +113,17 @@ impl GuestConfig {
         notes
     }
 
+    /// The tables that slat makes.
+    ///
+    /// # Errors
+    /// [`Failure::Run`]: they are a host's.
+    pub(crate) fn slats_tables(&self) -> Result<&TablesConfig, Failure> {
+        self.tables.as_ref().ok_or_else(|| Failure::Run("the tables are the host's".to_owned()))
+    }
+
     /// Whether tables like this can keep dirty state: Arm's if they are asked to, EPT's with accessed and dirty flags only.
     pub(crate) fn can_track_dirty(&self) -> bool {
-        self.arch != Arch::Ept || self.hardware_access
+        self.tables.as_ref().is_some_and(|of| of.arch != Arch::Ept || of.hardware_access)
     }
 
     /// How many vCPUs.
@@ -114,20 +133,20 @@ impl GuestConfig {
 
     /// What the guest runs on, in one line; `extra` is about the workload and comes before the model.
     pub(crate) fn machine_line(&self, f: &mut fmt::Formatter<'_>, extra: &str) -> fmt::Result {
+        write!(f, "guest {} at {:#x}; ", self.mode.name, self.gpa)?;
+        let Some(TablesConfig { arch, granule, ipa_bits, fwb, hardware_access }) = self.tables
+        else {
+            return f.write_str("on this host's KVM");
+        };
         write!(
             f,
-            "guest {} at {:#x}; {}{extra}{}{}; {}",
-            self.mode.name,
-            self.gpa,
-            match self.arch {
-                Arch::Arm => {
-                    format!("{} granule, {}-bit IPA", self.granule.page_size(), self.ipa_bits)
-                }
-                x86 =>
-                    format!("{}, {}-bit addresses", x86.to_string().to_uppercase(), self.ipa_bits),
+            "{}{extra}{}{}; {}",
+            match arch {
+                Arch::Arm => format!("{} granule, {ipa_bits}-bit IPA", granule.page_size()),
+                x86 => format!("{}, {ipa_bits}-bit addresses", x86.to_string().to_uppercase()),
             },
-            if self.fwb { ", FWB" } else { "" },
-            match (self.arch, self.hardware_access) {
+            if fwb { ", FWB" } else { "" },
+            match (arch, hardware_access) {
                 (Arch::Arm, true) => ", hardware access flag",
                 (Arch::Ept, false) => ", no accessed and dirty flags",
                 _ => "",

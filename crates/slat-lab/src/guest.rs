@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::random::Dice;
 
 /// What the kernel's guests store, where nobody checks contents.
-const PLAIN: u64 = 0x0123_4567_89ab_cdef;
+pub(crate) const PLAIN: u64 = 0x0123_4567_89ab_cdef;
 /// Accesses from one yield to the next.
 const YIELD_EVERY: u64 = 32;
 /// Bits of a checked value that hold the number of its guest page; the bits above count stores.

@@ -22,6 +22,8 @@ mod failure;
 mod granule;
 mod guest;
 mod guest_mode;
+#[cfg_attr(not(all(target_os = "linux", target_arch = "x86_64")), path = "elsewhere.rs")]
+mod kvm;
 mod layout;
 mod metal;
 mod model;
@@ -85,6 +87,9 @@ enum Command {
     #[command(after_long_help = compare::LONG_HELP)]
     Compare(compare::Options),
 
+    /// What this host's KVM offers: capabilities, modules and their parameters, limits, statistics, huge pages
+    KvmInfo,
+
     /// Runs a workload in two ways by turns and compares them: `slat ab --design X --vs Y WORKLOAD ...`
     #[command(after_long_help = ab::LONG_HELP)]
     Ab(ab::Options),
@@ -104,6 +109,7 @@ pub fn main() -> ExitCode {
         Command::Explain { workload } => workload.explain(),
         Command::Report(options) => page::run(&options),
         Command::Compare(options) => compare::run(&options),
+        Command::KvmInfo => kvm::print_info(),
         Command::Ab(options) => ab::run(&options),
         Command::Designs => virtual_time::list().and_then(|text| output::line(&text)),
     };

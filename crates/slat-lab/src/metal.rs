@@ -12,7 +12,7 @@ use slat_metal::report::{DONE, FAILED, LINE, PROGRESS, RESULT};
 
 use crate::arch::Arch;
 use crate::check::Check;
-use crate::config::{Emulated, GuestConfig};
+use crate::config::{Emulated, GuestConfig, TablesConfig};
 use crate::failure::Failure;
 use crate::granule::GranuleSize;
 use crate::layout::Layout;
@@ -118,8 +118,9 @@ pub(crate) fn run<R: DeserializeOwned, F: DeserializeOwned>(
     let Request { workload, options, layout, .. } = *request;
     let words = request.words(guest)?;
     let memory = memory::needed(layout, guest)?;
-    let qemu = Qemu::find(guest.arch)?;
-    let image = image::find(guest.arch, options.image.as_deref())?;
+    let arch = guest.slats_tables()?.arch;
+    let qemu = Qemu::find(arch)?;
+    let image = image::find(arch, options.image.as_deref())?;
     let board = Board {
         cpu: options.cpu(),
         cpus: guest.vcpus,
@@ -166,8 +167,8 @@ impl Request<'_> {
         if self.layout.guest_page != self.layout.page {
             return usage(format!("-m {}: its guests go by pages of 4K", guest.mode.name));
         }
-        if guest.ipa_bits > MAX_BITS {
-            let bits = guest.ipa_bits;
+        let &TablesConfig { ipa_bits: bits, hardware_access, .. } = guest.slats_tables()?;
+        if bits > MAX_BITS {
             return usage(format!(
                 "--ipa-bits {bits}: its tables translate {MAX_BITS} bits at most"
             ));
@@ -178,8 +179,8 @@ impl Request<'_> {
             guest.vcpus,
             self.bytes,
             guest.gpa,
-            guest.ipa_bits,
-            switch(guest.hardware_access),
+            bits,
+            switch(hardware_access),
             switch(guest.check),
             self.words,
         );

@@ -75,6 +75,19 @@ pub(crate) struct EagerSplitOption {
 }
 
 impl EagerSplitOption {
+    /// Refuses what a host's own KVM decides.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`].
+    #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+    pub(crate) fn fit_kvm(self) -> Result<(), Failure> {
+        if self.eager_split.is_none() {
+            return Ok(());
+        }
+        let why = "eager_page_split, a parameter of the host's module kvm, decides; slat kvm-info shows it";
+        Err(Failure::Usage(format!("--backend kvm --eager-split: {why}")))
+    }
+
     /// What was asked for, or that nothing is split.
     pub(crate) fn chosen(self) -> EagerSplit {
         self.eager_split.unwrap_or(EagerSplit::Off)
@@ -131,6 +144,41 @@ impl MachineOptions {
     /// What the workload runs on.
     pub(crate) fn backend(&self) -> Backend {
         self.on.backend
+    }
+
+    /// Whether the run chooses what is split ahead of write faults.
+    pub(crate) fn splits(&self) -> bool {
+        self.backend() != Backend::Kvm
+    }
+
+    /// The machine of a host whose guest-physical addresses have so many bits; it has tables of its own.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`]: something was asked for that cannot be chosen there.
+    #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+    pub(crate) fn of_host(&self, address_bits: u32) -> Result<Self, Failure> {
+        let refused = [
+            (self.arch.is_some(), "--arch: the host's CPU has the tables that it has"),
+            (self.granule.is_some(), "--granule: pages of an x86 host have 4K"),
+            (
+                self.ipa_bits.is_some(),
+                "--ipa-bits: the host's CPU has the width that it has; -m chooses a smaller one",
+            ),
+            (self.fwb, "--fwb: a feature of Arm"),
+            (
+                self.hardware_access.is_some(),
+                "--hardware-access: a parameter of the host's modules; slat kvm-info shows it",
+            ),
+            (
+                self.clock == Some(Clock::Virtual),
+                "--clock virtual: a real host takes the time it takes",
+            ),
+            (self.exits, "--exits: KVM does not tell them by reason and time; perf kvm stat does"),
+        ];
+        match refused.into_iter().find(|(given, _)| *given) {
+            Some((_, why)) => Err(Failure::Usage(format!("--backend kvm {why}"))),
+            None => Ok(Self { ipa_bits: Some(address_bits.clamp(32, 52)), ..self.clone() }),
+        }
     }
 
     /// Whose tables, Arm's if nobody says anything.

@@ -9,7 +9,7 @@ use crate::check::Findings;
 use crate::exits::Exits;
 use crate::failure::Failure;
 use crate::options::{OrHelp, OutputOptions};
-use crate::report::Report;
+use crate::report::{Counts, Report};
 use crate::table;
 
 /// A report with what its phases have together.
@@ -25,8 +25,8 @@ struct Whole<'a, T> {
 ///
 /// # Errors
 /// [`Failure::Output`], or [`Failure::Check`] if the report's check found something.
-pub(crate) fn print<C: Serialize + Display, R: Serialize, F: Findings>(
-    report: &Report<C, R, F>,
+pub(crate) fn print<C: Serialize + Display, R: Serialize, F: Findings, N: Counts>(
+    report: &Report<C, R, F, N>,
     options: &OutputOptions,
 ) -> Result<(), Failure> {
     let mut out = io::stdout().lock();

@@ -8,7 +8,7 @@ use slat_model::{HostMemory, Model};
 use slat_vm::{DirtyRing, Worker};
 
 use crate::arch::Tables;
-use crate::check::Check;
+use crate::check::{Check, Rules};
 use crate::crew::{Board, Crew, Guest, RunOn};
 use crate::failure::Failure;
 use crate::guest::{Order, Pass, Program};
@@ -150,7 +150,8 @@ impl<'m> Ground<'m> {
     /// What was found, with what the machine's own checker says.
     pub(crate) fn judge<F>(self, found: F) -> Check<F> {
         let violation = self.model.violation().map(|report| report.to_string());
-        Check { found, violations: self.model.violations(), violation }
+        let rules = Rules { violations: self.model.violations(), violation };
+        Check { found, rules: Some(rules) }
     }
 
     /// A run that broke off after a rule was broken broke off because of that.

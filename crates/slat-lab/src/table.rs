@@ -1,11 +1,12 @@
 //! How a report looks to a person: a table of phases, plain enough for a mail.
 
+use std::fmt;
 use std::io::{self, IsTerminal, Write};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Table, presets};
 
 use crate::check::Findings;
-use crate::report::{Counters, Instructions, Phase, Report};
+use crate::report::{Counters, Counts, HostFacts, Instructions, Phase, Report};
 
 /// One column of counts.
 struct Column {
@@ -24,7 +25,7 @@ const fn optional(title: &'static str, value: fn(&Counters) -> u64) -> Column {
 }
 
 /// Titles have two lines, so that a row fits into a mail.
-const COLUMNS: [Column; 12] = [
+static COLUMNS: [Column; 12] = [
     always("\nfaults", |counters| counters.faults),
     always("\nsplits", |counters| counters.splits),
     optional("\ncollapses", |counters| counters.collapses),
@@ -43,10 +44,13 @@ const COLUMNS: [Column; 12] = [
 ///
 /// # Errors
 /// The output is closed or full.
-pub(crate) fn print<C, R, F: Findings>(
+pub(crate) fn print<C, R, F: Findings, N: Counts>(
     out: &mut impl Write,
-    report: &Report<C, R, F>,
+    report: &Report<C, R, F, N>,
 ) -> io::Result<()> {
+    if let Some(host) = &report.host {
+        writeln!(out, "{host}")?;
+    }
     for note in &report.notes {
         writeln!(out, "note: {note}")?;
     }
@@ -67,26 +71,48 @@ pub(crate) fn print<C, R, F: Findings>(
     Ok(())
 }
 
-fn phases(phases: &[Phase], total: &Counters, terminal: bool) -> String {
-    let columns = COLUMNS.iter().filter(|column| !column.optional || (column.value)(total) > 0);
-    let columns: Vec<_> = columns.collect();
+impl fmt::Display for HostFacts {
+    /// Two lines.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kernel, cpu, modules, paging, transparent_hugepage, parameters } = self;
+        writeln!(f, "host {kernel}, {cpu}; {modules}: {paging}; THP {transparent_hugepage}")?;
+        let parameters = parameters.iter().map(|(name, value)| format!("{name}={value}"));
+        f.write_str(&parameters.collect::<Vec<_>>().join(" "))
+    }
+}
+
+impl Counts for Counters {
+    fn titles(total: &Self) -> Vec<String> {
+        columns(total).map(|column| column.title.to_owned()).collect()
+    }
+
+    fn cells(&self, total: &Self) -> Vec<u64> {
+        columns(total).map(|column| (column.value)(self)).collect()
+    }
+}
+
+fn columns(total: &Counters) -> impl Iterator<Item = &'static Column> {
+    COLUMNS.iter().filter(|column| !column.optional || (column.value)(total) > 0)
+}
+
+fn phases<N: Counts>(phases: &[Phase<N>], total: &N, terminal: bool) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     if !terminal {
         table.force_no_tty();
     }
-    let titles = columns.iter().map(|column| column.title);
     let counted = phases.iter().any(|phase| phase.instructions.is_some());
     let times: &[_] = if counted { &["\ninstructions", "\nengine"] } else { &["\nseconds"] };
-    let titles = ["\nphase"].iter().chain(times).copied().chain(titles);
+    let titles = ["\nphase"].iter().chain(times).map(|title| (*title).to_owned());
+    let titles = titles.chain(N::titles(total));
     table.set_header(titles.map(|title| Cell::new(title).add_attribute(Attribute::Bold)));
-    let mut row = |name: String, seconds: f64, instructions: Instructions, counters: &Counters| {
-        let Instructions { total, engine } = instructions;
+    let mut row = |name: String, seconds: f64, instructions: Instructions, counters: &N| {
+        let Instructions { total: all, engine } = instructions;
         let times = match counted {
-            true => vec![total.to_string(), engine.to_string()],
+            true => vec![all.to_string(), engine.to_string()],
             false => vec![format!("{seconds:.9}")],
         };
-        let counts = columns.iter().map(|column| (column.value)(counters).to_string());
+        let counts = counters.cells(total).into_iter().map(|count| count.to_string());
         table.add_row([name].into_iter().chain(times).chain(counts));
     };
     for phase in phases {

@@ -28,6 +28,10 @@ use crate::{config, model, output};
 
 mod found;
 mod idle;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod on_kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+use crate::kvm as on_kvm;
 mod options;
 
 use found::Found;
@@ -52,7 +56,8 @@ pub(crate) struct Results {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match options.machine.backend() {
         Backend::Model => on_model(options),
-        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("access-tracking")),
+        Backend::Kvm => on_kvm::run(options),
+        backend @ Backend::Metal => Err(backend.lacks("access-tracking")),
     }
 }
 
@@ -69,6 +74,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "access-tracking",
         backend: "model",
+        host: None,
         notes,
         summary: (1..)
             .zip(&idle)

@@ -24,6 +24,10 @@ use crate::stage::{Ground, Stage};
 use crate::{config, output};
 
 mod found;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod on_kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+use crate::kvm as on_kvm;
 mod options;
 mod source;
 mod userfault;
@@ -62,7 +66,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match backend {
         Backend::Model => on_model(options),
         Backend::Metal => on_metal(options),
-        Backend::Kvm => Err(backend.lacks("demand-paging")),
+        Backend::Kvm => on_kvm::run(options),
     }
 }
 
@@ -80,6 +84,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "demand-paging",
         backend: "model",
+        host: None,
         notes,
         summary: summary(&phases, &demand),
         config,
@@ -108,6 +113,7 @@ fn on_metal(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "demand-paging",
         backend: "metal",
+        host: None,
         notes: told.notes,
         summary: summary(&told.phases, &demand),
         config,
@@ -120,11 +126,16 @@ fn on_metal(options: &Options) -> Result<(), Failure> {
 }
 
 /// How long the vCPUs wrote.
-fn seconds(phases: &[Phase]) -> f64 {
+fn seconds<N>(phases: &[Phase<N>]) -> f64 {
     phases.iter().find(|phase| phase.name == "demand").map_or(0.0, |phase| phase.seconds)
 }
 
-fn demand(phases: &[Phase], layout: &Layout, config: &Config, served: Option<Served>) -> Demand {
+fn demand<N>(
+    phases: &[Phase<N>],
+    layout: &Layout,
+    config: &Config,
+    served: Option<Served>,
+) -> Demand {
     let part = layout.part(0);
     let rate = (part.end - part.start) as f64 / seconds(phases);
     Demand {
@@ -135,7 +146,7 @@ fn demand(phases: &[Phase], layout: &Layout, config: &Config, served: Option<Ser
 }
 
 /// The lines that the kernel's test ends with.
-fn summary(phases: &[Phase], demand: &Demand) -> Vec<String> {
+fn summary<N>(phases: &[Phase<N>], demand: &Demand) -> Vec<String> {
     let mut lines = vec![
         format!("Total guest execution time: {:.9}s", seconds(phases)),
         format!(

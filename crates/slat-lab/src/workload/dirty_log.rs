@@ -30,6 +30,10 @@ use crate::{config, metal, model, output};
 mod audit;
 mod costs;
 mod in_virtual_time;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod on_kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+use crate::kvm as on_kvm;
 mod options;
 mod rings;
 mod split;
@@ -59,7 +63,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match backend {
         Backend::Model => on_model(options),
         Backend::Metal => on_metal(options),
-        Backend::Kvm => Err(backend.lacks("dirty-log")),
+        Backend::Kvm => on_kvm::run(options),
     }
 }
 
@@ -78,6 +82,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "dirty-log",
         backend: "model",
+        host: None,
         notes: config.notes(layout),
         summary: summary(&phases, config.iterations),
         config,
@@ -106,13 +111,14 @@ fn on_metal(options: &Options) -> Result<(), Failure> {
     // What is written at random, or by several vCPUs, is known to the log alone.
     let writes_all = config.write_percent == 100 && !config.random_order;
     let pages = writes_all.then(|| layout.guest_pages());
-    let costs = costs::lines(&told.phases, config.guest.arch, pages);
+    let costs = costs::lines(&told.phases, config.guest.slats_tables()?.arch, pages);
     if !costs.is_empty() {
         summary.extend([String::new()].into_iter().chain(costs));
     }
     let report = Report {
         workload: "dirty-log",
         backend: "metal",
+        host: None,
         notes: told.notes,
         summary,
         config,
@@ -141,7 +147,7 @@ pub(crate) fn explain(options: &Options) -> Result<(), Failure> {
 }
 
 /// The lines that the kernel's test ends with.
-fn summary(phases: &[Phase], iterations: u32) -> Vec<String> {
+fn summary<N>(phases: &[Phase<N>], iterations: u32) -> Vec<String> {
     let line = |(name, title)| {
         let times = phases.iter().filter(|phase| phase.name == name).map(|phase| phase.seconds);
         let total = times.reduce(|sum, seconds| sum + seconds)?;

@@ -14,7 +14,7 @@ use slat_vm::LogMode;
 
 use crate::arch::{Tables, with_tables};
 use crate::backend::Backend;
-use crate::check::{Check, Findings};
+use crate::check::{Check, Findings, Rules};
 use crate::failure::Failure;
 use crate::layout::Layout;
 use crate::metal::Request;
@@ -26,6 +26,10 @@ use crate::stage::{Ground, Stage};
 use crate::{config, metal, model, output};
 
 mod guest;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod on_kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+use crate::kvm as on_kvm;
 mod options;
 mod verify;
 
@@ -101,7 +105,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match backend {
         Backend::Model => on_model(options),
         Backend::Metal => on_metal(options),
-        Backend::Kvm => Err(backend.lacks("dirty-log-test")),
+        Backend::Kvm => on_kvm::run(options),
     }
 }
 
@@ -112,7 +116,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     for &way in &config.log {
         all.run(way, &layout, &options.machine, &config)?;
     }
-    let All { phases, results, violations, violation } = all;
+    let All { phases, results, rules } = all;
     let mut found = Found { pages: layout.size / layout.page, ..Found::default() };
     for mode in &results.modes {
         found.add(mode);
@@ -120,13 +124,14 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "dirty-log-test",
         backend: "model",
+        host: None,
         notes: config.guest.notes(&layout),
         summary: results.modes.iter().map(Mode::line).collect(),
         config,
         counters: phases.iter().map(|phase| phase.counters).sum(),
         phases,
         results,
-        check: Some(Check { found, violations, violation }),
+        check: Some(Check { found, rules: Some(rules) }),
     };
     output::print(&report, &options.output)
 }
@@ -147,6 +152,7 @@ fn on_metal(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "dirty-log-test",
         backend: "metal",
+        host: None,
         notes: told.notes,
         summary: told.results.modes.iter().map(Mode::line).collect(),
         config,
@@ -163,8 +169,7 @@ fn on_metal(options: &Options) -> Result<(), Failure> {
 struct All {
     phases: Vec<Phase>,
     results: Results,
-    violations: u64,
-    violation: Option<String>,
+    rules: Rules,
 }
 
 impl All {
@@ -178,11 +183,10 @@ impl All {
         let (model, memory) = model::machine(layout, machine, &config.guest)?;
         let ground = Ground { model: &model, memory: &memory, layout, machine };
         let (phases, mode) = with_tables!(layout.kind, T => measure::<T>(ground, config, way))?;
-        let Check { violations, violation, .. } = ground.judge(());
+        let Check { rules, .. } = ground.judge(());
         self.phases.extend(phases);
         self.results.modes.push(mode);
-        self.violations += violations;
-        self.violation = self.violation.take().or(violation);
+        self.rules.add(rules.unwrap_or_default());
         Ok(())
     }
 }

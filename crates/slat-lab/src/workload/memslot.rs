@@ -14,7 +14,7 @@ use slat_model::HostMemory;
 
 use crate::arch::{Tables, with_tables};
 use crate::backend::Backend;
-use crate::check::{Check, Findings};
+use crate::check::{Check, Findings, Rules};
 use crate::failure::Failure;
 use crate::layout::Layout;
 use crate::model::ModelHost;
@@ -26,6 +26,10 @@ use crate::{backing, guest_mode, model, output};
 mod area;
 mod guest;
 mod host;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod on_kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+use crate::kvm as on_kvm;
 mod options;
 mod pages;
 
@@ -102,7 +106,8 @@ impl Findings for Found {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match options.machine.backend() {
         Backend::Model => on_model(options),
-        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("memslot")),
+        Backend::Kvm => on_kvm::run(options),
+        backend @ Backend::Metal => Err(backend.lacks("memslot")),
     }
 }
 
@@ -116,18 +121,19 @@ fn on_model(options: &Options) -> Result<(), Failure> {
             all.run(test, run, &layout, &options.machine, &config)?;
         }
     }
-    let All { mut notes, phases, results, found, violations, violation } = all;
+    let All { mut notes, phases, results, found, rules } = all;
     notes.extend(config.guest.notes(&layout));
     let report = Report {
         workload: "memslot",
         backend: "model",
+        host: None,
         notes,
         summary: summary(&results),
         config,
         counters: phases.iter().map(|phase| phase.counters).sum(),
         phases,
         results,
-        check: Some(Check { found, violations, violation }),
+        check: Some(Check { found, rules: Some(rules) }),
     };
     output::print(&report, &options.output)
 }
@@ -139,8 +145,7 @@ struct All {
     phases: Vec<Phase>,
     results: Results,
     found: Found,
-    violations: u64,
-    violation: Option<String>,
+    rules: Rules,
 }
 
 impl All {
@@ -200,10 +205,9 @@ impl All {
         let run = Run { test, slots, run: (config.runs > 1).then_some(run), config };
         let (phases, measured, found) = with_tables!(layout.kind, T => run.measure::<T>(ground))?;
         self.phases.extend(phases);
-        let Check { found, violations, violation } = ground.judge(found);
+        let Check { found, rules } = ground.judge(found);
         self.found.add(found);
-        self.violations += violations;
-        self.violation = self.violation.take().or(violation);
+        self.rules.add(rules.unwrap_or_default());
         Ok(measured)
     }
 }

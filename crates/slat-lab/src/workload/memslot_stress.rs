@@ -23,6 +23,10 @@ use crate::stage::{Ground, Stage};
 use crate::{config, contents, model, output};
 
 mod guest;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod on_kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+use crate::kvm as on_kvm;
 mod options;
 
 use guest::Intruder;
@@ -77,7 +81,8 @@ impl Findings for Found {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match options.machine.backend() {
         Backend::Model => on_model(options),
-        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("memslot-stress")),
+        Backend::Kvm => on_kvm::run(options),
+        backend @ Backend::Metal => Err(backend.lacks("memslot-stress")),
     }
 }
 
@@ -91,6 +96,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "memslot-stress",
         backend: "model",
+        host: None,
         notes: config.guest.notes(layout),
         summary: summary(&phases, config.iterations),
         config,
@@ -102,8 +108,8 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     output::print(&report, &options.output)
 }
 
-fn summary(phases: &[Phase], iterations: u32) -> Vec<String> {
-    let line = |phase: &Phase| {
+fn summary<N>(phases: &[Phase<N>], iterations: u32) -> Vec<String> {
+    let line = |phase: &Phase<N>| {
         let (total, average) = (phase.seconds, phase.seconds / f64::from(iterations));
         format!(
             "{iterations} slots were created and deleted in {total:.9}s. (Avg {average:.9}s/slot)"

@@ -29,6 +29,10 @@ use crate::{guest_mode, model, output};
 
 mod guest;
 mod host;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod on_kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+use crate::kvm as on_kvm;
 mod options;
 
 use guest::{Order, Region, Writer};
@@ -94,7 +98,8 @@ impl Findings for Found {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match options.machine.backend() {
         Backend::Model => on_model(options),
-        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("mmu-stress")),
+        Backend::Kvm => on_kvm::run(options),
+        backend @ Backend::Metal => Err(backend.lacks("mmu-stress")),
     }
 }
 
@@ -108,6 +113,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "mmu-stress",
         backend: "model",
+        host: None,
         notes: config.guest.notes(layout),
         summary: vec![summary(&phases)],
         config,
@@ -120,7 +126,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
 }
 
 /// The line that the kernel's test ends with.
-fn summary(phases: &[Phase]) -> String {
+fn summary<N>(phases: &[Phase<N>]) -> String {
     let printed = phases.iter().filter(|phase| PRINTED.contains(&phase.name));
     let times = printed.map(|phase| format!("{} = {:.9}s", phase.name, phase.seconds));
     times.collect::<Vec<_>>().join(", ")

@@ -26,6 +26,10 @@ use crate::{config, metal, model, output};
 
 mod found;
 mod guest;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod on_kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+use crate::kvm as on_kvm;
 mod options;
 
 use found::Found;
@@ -43,7 +47,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match backend {
         Backend::Model => on_model(options),
         Backend::Metal => on_metal(options),
-        Backend::Kvm => Err(backend.lacks("page-table")),
+        Backend::Kvm => on_kvm::run(options),
     }
 }
 
@@ -57,6 +61,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "page-table",
         backend: "model",
+        host: None,
         notes: config.guest.notes(layout),
         summary: summary(&phases),
         config,
@@ -84,6 +89,7 @@ fn on_metal(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "page-table",
         backend: "metal",
+        host: None,
         notes: told.notes,
         summary: summary(&told.phases),
         config,
@@ -96,7 +102,7 @@ fn on_metal(options: &Options) -> Result<(), Failure> {
 }
 
 /// The lines that the kernel's test prints.
-fn summary(phases: &[Phase]) -> Vec<String> {
+fn summary<N>(phases: &[Phase<N>]) -> Vec<String> {
     let stages = [("create", "CREATE"), ("update", "UPDATE"), ("adjust", "ADJUST")];
     let line = |(name, stage)| {
         let phase = phases.iter().find(|phase| phase.name == name)?;

@@ -21,6 +21,10 @@ use crate::stage::{Ground, Stage};
 use crate::{backing, guest_mode, model, output};
 
 mod guest;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod on_kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+use crate::kvm as on_kvm;
 mod options;
 
 use guest::{Order, Reader, Seen, content};
@@ -72,7 +76,8 @@ impl Findings for Found {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match options.machine.backend() {
         Backend::Model => on_model(options),
-        backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks("pre-fault")),
+        Backend::Kvm => on_kvm::run(options),
+        backend @ Backend::Metal => Err(backend.lacks("pre-fault")),
     }
 }
 
@@ -87,6 +92,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "pre-fault",
         backend: "model",
+        host: None,
         notes: config.guest.notes(layout),
         summary: Vec::new(),
         config,

@@ -124,6 +124,7 @@ fn on_model(name: &'static str, recipe: Recipe, options: &Options) -> Result<(),
     let report = Report {
         workload: name,
         backend: "model",
+        host: None,
         notes: config.guest.notes(&layout),
         summary: vec![touched.line()],
         config,

@@ -7,7 +7,7 @@ use slat_shadow::rmap::{Chains, ReverseMaps};
 use slat_shadow::{Histogram, ShadowOptions};
 
 use crate::backend::Backend;
-use crate::check::{Check, Findings};
+use crate::check::{Check, Findings, Rules};
 use crate::failure::Failure;
 use crate::output;
 use crate::report::{Counters, Phase, Report};
@@ -92,12 +92,13 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "rmap-fork",
         backend: "model",
+        host: None,
         notes: Vec::new(),
         summary: ended.results.lines(),
         counters: ended.phases.iter().map(|phase| phase.counters).sum(),
         phases: ended.phases,
         results: ended.results,
-        check: config.check.then_some(Check { found: ended.found, violations: 0, violation: None }),
+        check: config.check.then_some(Check { found: ended.found, rules: Some(Rules::default()) }),
         config,
     };
     output::print(&report, &options.output)

@@ -120,6 +120,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
     let report = Report {
         workload: "touch",
         backend: "model",
+        host: None,
         notes: config.guest.notes(&layout),
         summary: vec![touched.line()],
         config,

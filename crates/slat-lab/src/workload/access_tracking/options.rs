@@ -22,7 +22,8 @@ idle although it has used them; the latter is only a note with --no-flush.
 for each marking. \"check\" is null without --check; otherwise it has pages, young_after_mark, idle_after_access, \
 miscounted, elsewhere, wrong_loads, misplaced, violations and violation.
 
-Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense; 4 this computer \
+cannot do it.";
 
 /// Options of `access-tracking`.
 #[derive(Clone, Debug, Args)]

@@ -30,7 +30,8 @@ each of its pages).
 without --check; otherwise it has pages, unserved, unasked, miscounted, elsewhere, unfilled, wrong_loads, misplaced, violations and \
 violation.
 
-Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense; 4 this computer \
+cannot do it.";
 
 /// Options of `demand-paging`.
 #[derive(Clone, Debug, Args)]

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use slat_model::HostMemory;
+use crate::contents::Words;
 
 /// Every byte, as in the kernel's test.
 const PATTERN: u64 = 0xabab_abab_abab_abab;
@@ -16,16 +16,25 @@ pub(crate) fn mark(guest_page: u64) -> u64 {
 }
 
 /// Fills `range` of the memory, whole guest pages or a part of one.
-pub(crate) fn copy(memory: &HostMemory, range: Range<u64>, guest_page: u64) {
+pub(crate) fn copy(memory: &dyn Words, range: Range<u64>, guest_page: u64) {
     for offset in range.step_by(8) {
-        let value = match offset % guest_page {
-            MARK_OFFSET => mark(offset / guest_page),
-            _ => PATTERN,
-        };
         if let Some(word) = memory.word(offset) {
-            word.store(value, Ordering::Relaxed);
+            word.store(value(offset, guest_page), Ordering::Relaxed);
         }
     }
+}
+
+/// Fills a page that is to be copied to an offset into the memory.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+pub(crate) fn fill(page: &mut [u8], offset: u64, guest_page: u64) {
+    for (at, word) in (offset..).step_by(8).zip(page.chunks_exact_mut(8)) {
+        word.copy_from_slice(&value(at, guest_page).to_ne_bytes());
+    }
+}
+
+/// What is at an offset.
+fn value(offset: u64, guest_page: u64) -> u64 {
+    if offset % guest_page == MARK_OFFSET { mark(offset / guest_page) } else { PATTERN }
 }
 
 #[cfg(test)]

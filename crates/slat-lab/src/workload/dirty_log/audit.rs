@@ -18,10 +18,9 @@
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
-use slat_model::HostMemory;
 
 use crate::check::Findings;
-use crate::contents::{self, word};
+use crate::contents::{self, Words, word};
 use crate::guest::Program;
 use crate::layout::Layout;
 
@@ -44,7 +43,7 @@ pub(crate) struct Found {
     /// The first of them, as guest page numbers from the start of guest memory.
     lost_pages: Vec<u64>,
     /// Loads that did not return what the guest had stored.
-    wrong_loads: u64,
+    pub(super) wrong_loads: u64,
     /// Pages of host memory that hold what was stored elsewhere, or not what was stored last.
     misplaced: u64,
 }
@@ -77,7 +76,7 @@ impl Findings for Found {
 /// The copy, and what was found so far.
 #[derive(Debug)]
 pub(crate) struct Audit<'a> {
-    memory: &'a HostMemory,
+    memory: &'a dyn Words,
     layout: &'a Layout,
     copy: Vec<u64>,
     sample: Vec<u64>,
@@ -87,7 +86,7 @@ pub(crate) struct Audit<'a> {
 
 impl<'a> Audit<'a> {
     /// Copies all of guest memory. No vCPU runs, and the log is not on yet.
-    pub(crate) fn new(memory: &'a HostMemory, layout: &'a Layout) -> Self {
+    pub(crate) fn new(memory: &'a dyn Words, layout: &'a Layout) -> Self {
         let found = Found { pages: layout.guest_pages(), ..Found::default() };
         let (copy, sample, lost) = (Vec::new(), Vec::new(), BTreeSet::new());
         let mut audit = Self { memory, layout, copy, sample, lost, found };
@@ -175,6 +174,12 @@ impl Log {
         true
     }
 
+    /// Begins anew, with nothing in it.
+    #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+    pub(super) fn forget(&mut self) {
+        self.slots.iter_mut().for_each(|slot| slot.fill(0));
+    }
+
     /// Takes what is in `other`, which is empty then.
     pub(super) fn replace_by(&mut self, other: &mut Self) {
         std::mem::swap(&mut self.slots, &mut other.slots);
@@ -195,7 +200,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::Ordering;
 
-    use slat_model::{Backing, Model};
+    use slat_model::{Backing, HostMemory, Model};
 
     use super::*;
     use crate::layout::lay_out;

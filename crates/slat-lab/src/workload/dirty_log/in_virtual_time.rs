@@ -246,6 +246,7 @@ pub(super) fn run_and_print(
     let report = Report::<_, _, Found> {
         workload: "dirty-log",
         backend: "virtual",
+        host: None,
         config,
         notes,
         summary,

@@ -9,7 +9,7 @@ use slat_vm::LogMode;
 use super::in_virtual_time::VirtualOptions;
 use crate::arch::Arch;
 use crate::backing::Backing;
-use crate::config::{self, GuestConfig};
+use crate::config::{self, GuestConfig, TablesConfig};
 use crate::failure::Failure;
 use crate::guest_mode::GuestMode;
 use crate::layout::{Layout, Plan};
@@ -40,7 +40,8 @@ tables_allocated, tables_freed, publishes, invalidations by kind (by_ipa, by_ran
 entries_visited: of the phase, and of all phases together. \"check\" is null without --check; otherwise it has pages, \
 collections, collections_while_running, changed, lost, lost_pages, wrong_loads, misplaced, violations and violation.
 
-Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense; 4 this computer \
+cannot do it.";
 
 /// More threads than splitting has use for.
 const MAX_SPLIT_THREADS: i64 = 64;
@@ -159,7 +160,9 @@ pub(crate) struct Config {
     pub(crate) run_while_disabling: bool,
     pub(crate) overlap: bool,
     pub(crate) slots: u32,
-    pub(crate) eager_split: EagerSplit,
+    /// Chosen by the run, where that is possible.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) eager_split: Option<EagerSplit>,
     pub(crate) split_threads: Option<u32>,
     pub(crate) pinning: Option<Pinning>,
 }
@@ -224,6 +227,20 @@ impl Options {
         self.log == LogKind::Bitmap && self.ring.is_none() && self.split_threads.is_none()
     }
 
+    /// Refuses what only slat's own engine has.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`].
+    #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+    pub(super) fn fit_kvm(&self) -> Result<(), Failure> {
+        self.split.fit_kvm()?;
+        if self.log != LogKind::Hardware {
+            return Ok(());
+        }
+        let why = "KVM itself decides whether the CPU logs; --log bitmap reads it";
+        Err(Failure::Usage(format!("--backend kvm --log hardware: {why}")))
+    }
+
     /// Where guest memory lies, and everything that was asked for.
     ///
     /// # Errors
@@ -245,9 +262,12 @@ impl Options {
         let check = self.check.check;
         let (layout, guest) = config::settle(&self.memory, &self.machine, plan, chosen, check)?;
         let asked = self.log == LogKind::Hardware && self.machine.arch() == Arch::Arm;
-        let hardware_access = guest.hardware_access || asked;
+        let tables = guest.tables.map(|tables| TablesConfig {
+            hardware_access: tables.hardware_access || asked,
+            ..tables
+        });
         let config = Config {
-            guest: GuestConfig { hardware_access, ..guest },
+            guest: GuestConfig { tables, ..guest },
             iterations: self.iterations,
             write_percent: self.write_percent,
             random_order: self.random_order,
@@ -261,7 +281,7 @@ impl Options {
             run_while_disabling: self.run_while_disabling,
             overlap: plan.overlap,
             slots: plan.slots,
-            eager_split: plan.eager_split,
+            eager_split: self.machine.splits().then_some(plan.eager_split),
             split_threads: self.split_threads,
             pinning: self.pin.settle(self.memory.vcpus)?,
         };
@@ -320,7 +340,8 @@ impl fmt::Display for Config {
             Some(1) => " by 1 thread".to_owned(),
             Some(threads) => format!(" by {threads} threads"),
         };
-        guest.machine_line(f, &format!(", eager split {}{threads}", self.eager_split))
+        let split = self.eager_split.unwrap_or(EagerSplit::Off);
+        guest.machine_line(f, &format!(", eager split {split}{threads}"))
     }
 }
 

@@ -6,6 +6,7 @@ use std::ops::Range;
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use crate::backend::Backend;
 use crate::backing::Backing;
 use crate::config::{self, GuestConfig};
 use crate::failure::Failure;
@@ -27,7 +28,8 @@ rounds, writes, ring_full, dirty, clear, track_next, missing, stale, early and f
 \"check\" is always there: pages, the sums of these counts, mismatched, violations and violation; --check also checks the \
 architecture's rules.
 
-Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense; 4 this computer \
+cannot do it.";
 
 /// Pages of guest memory beyond what -b says.
 const MORE_PAGES: u64 = 3;
@@ -148,6 +150,26 @@ pub(crate) struct Config {
 }
 
 impl Options {
+    /// Refuses what only slat's own engine has.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`].
+    #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+    pub(super) fn fit_kvm(&self) -> Result<(), Failure> {
+        if self.log != Ways::Hardware {
+            return Ok(());
+        }
+        let why = "KVM itself decides whether the CPU logs; -M dirty-log reads it";
+        Err(Failure::Usage(format!("--backend kvm -M hardware: {why}")))
+    }
+
+    /// The ways of logging that were asked for, of those that there are.
+    fn ways(&self) -> Vec<Way> {
+        let all = self.log.list().into_iter();
+        let there = |way: &Way| *way != Way::Hardware || self.machine.backend() != Backend::Kvm;
+        all.filter(there).collect()
+    }
+
     /// Where guest memory lies, and everything that was asked for.
     ///
     /// # Errors
@@ -181,7 +203,7 @@ impl Options {
         let fillable = u32::try_from(pages).unwrap_or(u32::MAX);
         let config = Config {
             guest: GuestConfig { vcpus, ..guest },
-            log: self.log.list(),
+            log: self.ways(),
             iterations: self.iterations,
             interval_milliseconds: self.interval,
             ring_entries: power_below(self.ring.min(fillable)).max(256),

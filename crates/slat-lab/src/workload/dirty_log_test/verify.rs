@@ -11,7 +11,8 @@
 use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
-use slat_model::HostMemory;
+
+use crate::contents::Words;
 
 /// Bits of a word of a bitmap.
 const WORD: u64 = 64;
@@ -62,7 +63,7 @@ impl Collected {
 /// Compares round after round.
 #[derive(Debug)]
 pub(super) struct Verifier<'a> {
-    memory: &'a HostMemory,
+    memory: &'a dyn Words,
     /// Bytes of a page of the host.
     page: u64,
     /// Pages of the host.
@@ -76,7 +77,7 @@ pub(super) struct Verifier<'a> {
 
 impl<'a> Verifier<'a> {
     /// Guests write every `step`-th of `pages` pages of the host, of `page` bytes each.
-    pub(super) fn new(memory: &'a HostMemory, (page, pages, step): (u64, u64, u64)) -> Self {
+    pub(super) fn new(memory: &'a dyn Words, (page, pages, step): (u64, u64, u64)) -> Self {
         Self {
             memory,
             page,
@@ -139,7 +140,7 @@ impl<'a> Verifier<'a> {
 mod tests {
     use std::sync::Arc;
 
-    use slat_model::{Backing, Model};
+    use slat_model::{Backing, HostMemory, Model};
 
     use super::*;
 

@@ -7,7 +7,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::area::{CHUNK, EXTRA, GPA, Test};
-use crate::backing::Backing;
+use crate::backing::{Backing, Pages};
 use crate::config::{self, GuestConfig};
 use crate::failure::Failure;
 use crate::guest_mode::{self, GuestMode};
@@ -27,7 +27,8 @@ chunked, 3 move active area, 4 move inactive area, 5 RW.
 slots, pages_per_slot, refused, iterations, setup_seconds, seconds and average_seconds. Where the slots are too many or \
 too few for a test, refused says so, and what follows is null. \"check\" has compared, wrong, loads, wrong_loads, exits, violations and violation.
 
-Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense; 4 this computer \
+cannot do it.";
 
 /// The size of the largest area must be a multiple of this, so that two halves of a quarter are whole chunks.
 const MULTIPLE: u64 = 4 * 2 * CHUNK;
@@ -177,7 +178,7 @@ impl Options {
 impl Config {
     /// Whether a page that was unmapped is another one afterwards: huge pages stay, since their parts cannot go.
     pub(super) fn exchanges_pages(&self) -> bool {
-        self.verify && self.guest.backing_page == self.guest.granule.page_size()
+        self.verify && self.guest.backing.pages == Pages::Base
     }
 
     pub(super) fn tests(&self) -> impl Iterator<Item = Test> {

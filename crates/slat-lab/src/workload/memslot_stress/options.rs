@@ -24,7 +24,8 @@ and lies just below guest memory.
 --json prints one object of the same form as that of dirty-log. \"check\" is null without --check; otherwise it has pages, \
 landed, exits, stray, wrong_loads, misplaced, violations and violation.
 
-Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense; 4 this computer \
+cannot do it.";
 
 /// Options of `memslot-stress`.
 #[derive(Clone, Debug, Args)]

@@ -31,7 +31,8 @@ memory of the size of a slot is behind every slot.
 looks at writes to read-only memory: pages, refused, passed, changed, wrong_loads, misplaced, misled, violations and \
 violation; --check also looks for changed and misled, and checks the architecture's rules.
 
-Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense; 4 this computer \
+cannot do it.";
 
 /// Where guest memory begins, as in the kernel's test.
 const START: u64 = 4 << 30;

@@ -27,7 +27,8 @@ dirty log on and off, and collapse makes blocks of what was split.
 adjusted ({\"leaves\": [{\"size\", \"count\"}], \"unmapped\"}), wrong_leaves, elsewhere, lost, wrong_loads, misplaced, \
 violations and violation.
 
-Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense; 4 this computer \
+cannot do it.";
 
 /// Options of `page-table`.
 #[derive(Clone, Debug, Args)]
@@ -60,13 +61,24 @@ pub(crate) struct Options {
 pub(crate) struct Config {
     #[serde(flatten)]
     pub(crate) guest: GuestConfig,
-    pub(crate) eager_split: EagerSplit,
+    /// Chosen by the run, where that is possible.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) eager_split: Option<EagerSplit>,
     /// Whether every page is written while the log is on: there are no large ones to tear apart.
     #[serde(skip)]
     pub(crate) updates_all: bool,
 }
 
 impl Options {
+    /// Refuses what only slat's own engine has.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`].
+    #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+    pub(super) fn fit_kvm(&self) -> Result<(), Failure> {
+        self.split.fit_kvm()
+    }
+
     /// Where guest memory lies, and everything that was asked for.
     ///
     /// # Errors
@@ -90,7 +102,8 @@ impl Options {
         layout.guest_page = layout.page;
         let guest = GuestConfig { vcpus, ..guest };
         let updates_all = guest.backing_page.0 == layout.page;
-        Ok((layout, Config { guest, eager_split: plan.eager_split, updates_all }))
+        let eager_split = self.machine.splits().then_some(plan.eager_split);
+        Ok((layout, Config { guest, eager_split, updates_all }))
     }
 }
 
@@ -111,6 +124,7 @@ impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let guest = &self.guest;
         writeln!(f, "{} on the same {} {}", guest.crowd(), guest.bytes, guest.backing)?;
-        guest.machine_line(f, &format!(", eager split {}", self.eager_split))
+        let split = self.eager_split.unwrap_or(EagerSplit::Off);
+        guest.machine_line(f, &format!(", eager split {split}"))
     }
 }

@@ -25,7 +25,8 @@ The kernel's pre_fault_memory_test has no options. A slot of 2 MiB and one page 
 always there: calls, unclear, wrong_rest, wrong_error, wrong_loads, faults, violations and violation; --check also checks \
 the architecture's rules.
 
-Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense.";
+Exit status: 0 done; 1 the run broke off or the check found something; 2 the command makes no sense; 4 this computer \
+cannot do it.";
 
 /// Bytes of the part of the slot that one block can map.
 const BLOCK: u64 = 2 << 20;
