@@ -57,8 +57,13 @@ impl<'m, M: Machine> Reserve<'m, M> {
     ///
     /// # Errors
     /// [`NoMemory`] when the machine has no more; those allocated so far stay in hand.
-    #[inline]
+    #[inline(always)]
     pub fn top_up(&mut self, tables: usize) -> Result<(), NoMemory> {
+        if self.len >= tables { Ok(()) } else { self.allocate(tables) }
+    }
+
+    #[cold]
+    fn allocate(&mut self, tables: usize) -> Result<(), NoMemory> {
         while self.len < tables {
             match self.machine.allocate(1) {
                 Some(table) => self.give(table),
