@@ -51,6 +51,10 @@ pub(crate) struct Start {
     /// One past the highest address of its stack.
     pub(crate) stack: Gpa,
     /// [`Arch::SCRATCH`] bytes of the guest's memory, zeroed, for what the architecture needs to run it.
+    #[cfg_attr(
+        target_arch = "aarch64",
+        expect(dead_code, reason = "guests run with their MMU off")
+    )]
     pub(crate) scratch: (Gpa, Hpa),
 }
 

@@ -17,8 +17,9 @@ pub(crate) struct Runner<'g> {
     registers: <Here as Arch>::Vcpu,
     root: u64,
     watchdog: Watchdog,
-    /// Instructions that the engine has taken for faults, if anybody counts.
-    engine: Option<u64>,
+    /// Whether somebody counts the instructions that the engine takes for faults, and how many they were.
+    counts: bool,
+    engine: u64,
 }
 
 impl<'g> Runner<'g> {
@@ -36,7 +37,8 @@ impl<'g> Runner<'g> {
             registers: Here::vcpu(&private.start()),
             root: guest.vm.tree().root_register(),
             watchdog: Watchdog::new(private.mailbox(), guest.options.watchdog),
-            engine: (guest.options.clock == Clock::Instructions).then_some(0),
+            counts: guest.options.clock == Clock::Instructions,
+            engine: 0,
         };
         runner.map_private(private);
         guest.rings.lock().rings.extend(runner.vcpu.dirty_ring());
@@ -75,10 +77,10 @@ impl<'g> Runner<'g> {
 
     #[inline(always)]
     fn fault(&mut self, fault: Fault) {
-        let start = self.engine.map(|_| Here::instructions());
+        let start = if self.counts { Here::instructions() } else { 0 };
         let exit = self.vcpu.fault(&self.guest.vm, fault);
-        if let (Some(engine), Some(start)) = (&mut self.engine, start) {
-            *engine += Here::instructions() - start;
+        if self.counts {
+            self.engine += Here::instructions() - start;
         }
         match exit {
             Ok(Exit::Resume) => {}
@@ -117,7 +119,7 @@ impl<'g> Runner<'g> {
 
     /// Instructions that the engine has taken for its faults.
     pub(crate) fn engine_instructions(&self) -> u64 {
-        self.engine.unwrap_or(0)
+        self.engine
     }
 }
 
