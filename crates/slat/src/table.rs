@@ -152,16 +152,16 @@ impl<'p, M: Machine> Table<'p, M> {
 unsafe fn fill_steps(place: NonNull<u64>, count: usize, first: u64, step: u64) {
     // SAFETY: the caller's promise.
     let entries = unsafe { core::slice::from_raw_parts_mut(place.as_ptr(), count) };
-    let steps: [u64; 8] = core::array::from_fn(|n| step.wrapping_mul(n as u64));
+    let steps: [u64; 16] = core::array::from_fn(|n| step.wrapping_mul(n as u64));
     let mut first = first;
-    let mut eights = entries.chunks_exact_mut(steps.len());
-    for eight in &mut eights {
-        for (entry, step) in eight.iter_mut().zip(steps) {
+    let mut pieces = entries.chunks_exact_mut(steps.len());
+    for piece in &mut pieces {
+        for (entry, step) in piece.iter_mut().zip(steps) {
             *entry = first.wrapping_add(step);
         }
         first = first.wrapping_add(step.wrapping_mul(steps.len() as u64));
     }
-    for (entry, step) in eights.into_remainder().iter_mut().zip(steps) {
+    for (entry, step) in pieces.into_remainder().iter_mut().zip(steps) {
         *entry = first.wrapping_add(step);
     }
 }
