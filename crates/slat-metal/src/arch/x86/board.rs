@@ -26,6 +26,10 @@ const POWER_OFF: u16 = 1 << 13;
 /// The power-management timer (ACPI specification 6.5, 4.8.3.3): 24 bits are always there.
 const TIMER_RATE: u64 = 3_579_545;
 const TIMER_MASK: u32 = 0xff_ffff;
+/// How often a CPU is told to start, a second each: under emulation it may have to wait for its turn.
+const START_ATTEMPTS: u32 = 10;
+/// Readings of the clocks of which the quickest counts.
+const READINGS: u32 = 16;
 /// Time enough to calibrate the time-stamp counter by: 5 ms.
 const CALIBRATION: u32 = 17_898;
 
@@ -83,30 +87,46 @@ pub(super) fn ticks_per_second() -> u64 {
     CLOCKS.get().map_or(0, |clocks| clocks.ticks)
 }
 
-/// How often in a second the time-stamp counter counts, and the timer of alarms: between two changes of the timer that is
-/// known.
+/// How often in a second the time-stamp counter counts, and the timer of alarms: by the timer whose rate is known.
 fn calibrate(timer: u16) -> Clocks {
-    let change = || {
-        let before = read_port_32(timer);
-        loop {
-            let now = read_port_32(timer);
-            if now != before {
-                return (now, time_stamp());
-            }
-        }
-    };
     apic::set_alarm(u32::MAX);
-    let (before, start) = change();
-    let alarm = apic::until_alarm();
+    let before = Reading::take(timer);
     loop {
-        let (after, end) = change();
-        let passed = after.wrapping_sub(before) & TIMER_MASK;
+        let after = Reading::take(timer);
+        let passed = after.timer.wrapping_sub(before.timer) & TIMER_MASK;
         if passed >= CALIBRATION {
-            let per_second = |count: u64| count * TIMER_RATE / u64::from(passed);
-            let counted = alarm - apic::until_alarm();
             apic::set_alarm(0);
-            return Clocks { ticks: per_second(end - start), alarm: per_second(counted.into()) };
+            let per_second = |count: u64| count * TIMER_RATE / u64::from(passed);
+            let alarm = u64::from(before.alarm - after.alarm);
+            return Clocks {
+                ticks: per_second(after.ticks - before.ticks),
+                alarm: per_second(alarm),
+            };
         }
+    }
+}
+
+/// All clocks at one moment.
+struct Reading {
+    timer: u32,
+    alarm: u32,
+    ticks: u64,
+    /// Ticks that it took.
+    took: u64,
+}
+
+impl Reading {
+    /// The quickest of several: an emulated CPU may lose its turn in the midst of one.
+    fn take(timer: u16) -> Self {
+        let read = |_| {
+            let ticks = time_stamp();
+            let (timer, alarm) = (read_port_32(timer), apic::until_alarm());
+            Self { timer, alarm, ticks, took: time_stamp() - ticks }
+        };
+        let first = read(0);
+        (1..READINGS)
+            .map(read)
+            .fold(first, |best, next| if next.took < best.took { next } else { best })
     }
 }
 
@@ -133,9 +153,9 @@ pub(super) fn start_cpu(cpu: usize) -> Result<(), &'static str> {
     STARTING.store(cpu as u32, Ordering::SeqCst);
     apic::initialise(apic);
     wait(10_000, || false);
-    for _ in 0..2 {
+    for _ in 0..START_ATTEMPTS {
         apic::start_up(apic, (TRAMPOLINE >> 12) as u8);
-        if wait(500_000, || STARTING.load(Ordering::Acquire) == 0) {
+        if wait(1_000_000, || STARTING.load(Ordering::Acquire) == 0) {
             return Ok(());
         }
     }
