@@ -108,10 +108,11 @@ fn on_metal(options: &Options) -> Result<(), Failure> {
     };
     let told = metal::run::<Nothing, Found>(&request, &mut config.guest)?;
     let mut summary = summary(&told.phases, config.iterations);
-    // What is written at random, or by several vCPUs, is known to the log alone.
+    // Of what is written at random only the log knows how much it is.
     let writes_all = config.write_percent == 100 && !config.random_order;
-    let pages = writes_all.then(|| layout.guest_pages());
-    let costs = costs::lines(&told.phases, config.guest.slats_tables()?.arch, pages);
+    let pages = layout.guest_pages();
+    let arch = config.guest.slats_tables()?.arch;
+    let costs = costs::lines(&told.phases, arch, pages, writes_all);
     if !costs.is_empty() {
         summary.extend([String::new()].into_iter().chain(costs));
     }
