@@ -182,6 +182,10 @@ fn a_report_of_bare_metal_compares_with_one_of_the_model() {
     for part in ["backend  model", "metal", "populate", "dirty", "only in A: "] {
         assert!(text.contains(part), "{part}: {text}");
     }
+    assert!(!text.contains("counts instructions"), "{text}");
+    fs::write(&metal, qemu.run("dirty-log -b 1M --json --deterministic").stdout).unwrap();
+    let output = slat(&format!("compare {} {}", model.display(), metal.display()));
+    assert!(String::from_utf8(output.stdout).unwrap().contains("B counts instructions"));
 }
 
 /// Whether a process is there.

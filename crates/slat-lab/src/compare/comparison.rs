@@ -125,9 +125,14 @@ fn warnings(sides: &[&Side; 2], differ: &[Difference], rows: &[Row]) -> Vec<Stri
         warnings.push(format!("the sides measure different things: {}", others.join(", ")));
     }
     let is = |side: &Side, fact: &str, value: Value| side.values(fact).contains(&&value);
-    let checked = ["A", "B"].into_iter().zip(sides);
-    for (name, _) in checked.filter(|(_, side)| is(side, "check", true.into())) {
-        warnings.push(format!("{name} ran with --check: its times are no measurement"));
+    for (name, side) in ["A", "B"].into_iter().zip(sides) {
+        if is(side, "check", true.into()) {
+            warnings.push(format!("{name} ran with --check: its times are no measurement"));
+        }
+        if is(side, "clock", "instructions".into()) {
+            warnings
+                .push(format!("{name} counts instructions: its seconds are a nanosecond for each"));
+        }
     }
     let repeated = rows.iter().any(|row| row.a.repetitions > 1 || row.b.repetitions > 1);
     let varied = |of: Summary| of.sd_seconds.is_some_and(|sd| sd > 0.0);
