@@ -1,6 +1,8 @@
 //! From the first instruction in Rust to the end of the run.
 #![expect(unsafe_code, reason = "gives heap and frames the memory that the boot loader has left")]
 
+use core::ops::Range;
+
 use slat_metal::options::Options;
 use slat_metal::report::DONE;
 
@@ -14,12 +16,8 @@ const HEAP_SHARE: u64 = 8;
 /// The first CPU is up: called once, by the architecture.
 pub(crate) fn start(boot: Boot) -> ! {
     let Boot { memory, command_line, cpus } = boot;
-    let split = memory.start + (memory.end - memory.start) / HEAP_SHARE;
     // SAFETY: the architecture says that nobody uses the memory, and this is the only call.
-    unsafe {
-        heap::init(memory.start..split);
-        METAL.frames.init(split..memory.end);
-    }
+    unsafe { take_memory(memory) }
     for cpu in 1..cpus {
         if let Err(why) = Here::start_cpu(cpu) {
             console::fail(format_args!("CPU {cpu}: {why}"));
@@ -31,6 +29,19 @@ pub(crate) fn start(boot: Boot) -> ! {
             Here::power_off(false)
         }
         Err(why) => console::fail(format_args!("{why}")),
+    }
+}
+
+/// Gives heap and frames the memory of the machine.
+///
+/// # Safety
+/// Once, with memory that nobody else uses.
+pub(crate) unsafe fn take_memory(memory: Range<u64>) {
+    let split = memory.start + (memory.end - memory.start) / HEAP_SHARE;
+    // SAFETY: the caller's promise.
+    unsafe {
+        heap::init(memory.start..split);
+        METAL.frames.init(split..memory.end);
     }
 }
 

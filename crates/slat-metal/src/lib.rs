@@ -6,6 +6,7 @@ extern crate alloc;
 
 pub mod audit;
 pub mod layout;
+pub mod linux;
 pub mod options;
 pub mod program;
 pub mod report;

@@ -16,6 +16,7 @@ mod clock;
 mod features;
 mod guest;
 mod interrupts;
+mod linux;
 mod own;
 mod registers;
 
@@ -169,7 +170,12 @@ fn each_line(from: Hpa, size: u64, operate: impl Fn(u64)) {
 #[unsafe(no_mangle)]
 extern "C" fn first_cpu() -> ! {
     clock::prepare();
-    match board::boot().and_then(|boot| interrupts::prepare(0).map(|()| boot)) {
+    let boot = board::boot().and_then(|boot| {
+        // All interrupts are Linux's.
+        linux::start_if_asked(&boot);
+        interrupts::prepare(0).map(|()| boot)
+    });
+    match boot {
         Ok(boot) => crate::hypervisor::start(boot),
         Err(why) => console::fail(format_args!("{why}")),
     }
@@ -179,6 +185,7 @@ extern "C" fn first_cpu() -> ! {
 #[unsafe(no_mangle)]
 extern "C" fn other_cpu(cpu: usize) -> ! {
     clock::prepare();
+    linux::start_secondary(cpu);
     if let Err(why) = interrupts::prepare(cpu) {
         console::fail(format_args!("{why}"));
     }

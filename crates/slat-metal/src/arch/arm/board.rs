@@ -61,11 +61,16 @@ pub(super) fn start_cpu(cpu: usize) -> Result<(), &'static str> {
     }
 }
 
-/// What the device tree says.
-pub(super) fn boot() -> Result<Boot, &'static str> {
+/// The board's device tree.
+pub(super) fn device_tree() -> Result<Fdt<'static>, &'static str> {
     // SAFETY: QEMU puts a device tree there; from here on nobody writes to it.
     let tree = unsafe { Fdt::from_raw(DEVICE_TREE as *const u8) };
-    let tree = tree.map_err(|_| "no device tree at the start of memory")?;
+    tree.map_err(|_| "no device tree at the start of memory")
+}
+
+/// What the device tree says.
+pub(super) fn boot() -> Result<Boot, &'static str> {
+    let tree = device_tree()?;
     let command_line = tree
         .find_node("/chosen")
         .and_then(|chosen| chosen.property("bootargs"))

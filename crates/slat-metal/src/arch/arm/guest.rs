@@ -30,8 +30,8 @@ const EL1H: u64 = 0x3c5;
 #[derive(Default)]
 #[repr(C, align(16))]
 pub(crate) struct Vcpu {
-    x: [u64; 31],
-    elr: u64,
+    pub(super) x: [u64; 31],
+    pub(super) elr: u64,
     spsr: u64,
     fpcr: u64,
     fpsr: u64,
@@ -54,12 +54,25 @@ impl Vcpu {
         if RESIDENT.load(Ordering::Relaxed) != root || self.stack != 0 {
             self.move_in(root);
         }
+        left(self.run(), self.elr)
+    }
+
+    /// One that begins there, with this in its first register, on a CPU that is prepared for its guest.
+    pub(super) fn at(entry: u64, argument: u64) -> Self {
+        let mut vcpu = Self { elr: entry, spsr: EL1H, ..Self::default() };
+        vcpu.x[0] = argument;
+        vcpu
+    }
+
+    /// Runs the guest of this CPU's `VTTBR_EL2` until it leaves: what `enter_guest` returns.
+    #[inline(always)]
+    pub(super) fn run(&mut self) -> u64 {
         loop {
             // SAFETY: the layout is what `guest.s` expects; it keeps the registers that a call keeps. The guest writes
             // to memory of its own only: what stage 2 maps.
             let syndrome = unsafe { enter_guest(self) };
             if syndrome >> 26 & 0x3f != FLOATING_POINT {
-                return left(syndrome, self.elr);
+                return syndrome;
             }
             self.floating_point = 1;
         }
@@ -99,7 +112,7 @@ fn left(syndrome: u64, at: u64) -> Left {
 
 /// Why an access was stopped; `None` for reasons that no hypervisor mends.
 #[inline(always)]
-fn kind(syndrome: u64) -> Option<FaultKind> {
+pub(super) fn kind(syndrome: u64) -> Option<FaultKind> {
     match syndrome >> 2 & 0xf {
         0b0001 => Some(FaultKind::Translation),
         0b0010 => Some(FaultKind::AccessFlag),
@@ -109,7 +122,7 @@ fn kind(syndrome: u64) -> Option<FaultKind> {
 }
 
 #[inline(always)]
-fn fault(syndrome: u64, kind: FaultKind, fetch: bool) -> Left {
+pub(super) fn fault(syndrome: u64, kind: FaultKind, fetch: bool) -> Left {
     // Of the guest's own walk: it reads, or updates a descriptor that it may not write.
     let walk = syndrome >> 7 & 1 == 1;
     let maintenance = syndrome >> 8 & 1 == 1;
@@ -118,7 +131,8 @@ fn fault(syndrome: u64, kind: FaultKind, fetch: bool) -> Left {
         () if walk && kind == FaultKind::Permission => Access::Write,
         () if walk => Access::Read,
         () if fetch => Access::Execute,
-        () if writes && !maintenance => Access::Write,
+        // Maintenance of caches writes nothing, but some of it needs the permission.
+        () if writes && (!maintenance || kind == FaultKind::Permission) => Access::Write,
         () => Access::Read,
     };
     let reports = kind != FaultKind::Permission || walk;

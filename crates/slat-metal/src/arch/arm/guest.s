@@ -76,11 +76,13 @@ load_floating_point:
     ldp     q30, q31, [x1, #480]
     b       0b
 
+.global guest_interrupt
 guest_interrupt:
     stp     x0, x1, [sp, #-16]!
     mov     x1, #-1
     b       leave_guest
 
+.global guest_synchronous
 guest_synchronous:
     stp     x0, x1, [sp, #-16]!
     mrs     x1, ESR_EL2

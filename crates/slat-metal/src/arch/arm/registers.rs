@@ -25,6 +25,18 @@ macro_rules! write {
     }};
 }
 
+/// Reads a register by the pieces of its number.
+macro_rules! read_by_number {
+    ($($piece:literal),+) => {{
+        let value: u64;
+        // SAFETY: as in `read`.
+        unsafe {
+            core::arch::asm!(concat!("mrs {}, ", $($piece),+), out(reg) value, options(nomem, nostack, preserves_flags));
+        }
+        value
+    }};
+}
+
 /// A context synchronisation.
 #[inline(always)]
 pub(super) fn isb() {
@@ -32,4 +44,4 @@ pub(super) fn isb() {
     unsafe { core::arch::asm!("isb", options(nostack, preserves_flags)) }
 }
 
-pub(super) use {read, write};
+pub(super) use {read, read_by_number, write};
