@@ -87,7 +87,7 @@ cat >root/init <<'INIT'
 #!/bin/busybox sh
 /bin/busybox --install -s /bin
 echo "guest: init"
-export PATH=/bin PS1='guest# '
+export PATH=/bin PS1='guest#\n'
 exec sh
 INIT
 chmod 755 root/init

@@ -3,7 +3,8 @@
 mod file;
 mod synthetic;
 
-pub(crate) use synthetic::{APP, BOOT, Recipe};
+pub(crate) use file::boot;
+pub(crate) use synthetic::app;
 
 /// Touches of one guest.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -120,12 +120,14 @@ fn a_recorded_trace_faults_like_what_it_recorded() {
 }
 
 #[test]
-fn a_synthetic_trace_says_so_in_report_and_file() {
-    for name in ["boot", "app"] {
+fn a_trace_says_in_report_and_file_whether_it_was_recorded_or_made_up() {
+    for (name, origin) in [("boot", "recorded: slat boot --backend metal"), ("app", "synthetic")] {
         let path = file(&format!("{name}.touches"));
         let output = slat(&format!("{name} --record {}", path.display()));
-        assert!(String::from_utf8(output.stdout).unwrap().contains("trace synthetic"));
-        assert!(fs::read(path).unwrap().starts_with(b"slat touches 1\norigin synthetic"));
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert!(said.contains(&format!("trace {origin}")), "{said}");
+        let head = format!("slat touches 1\norigin {origin}");
+        assert!(fs::read(path).unwrap().starts_with(head.as_bytes()));
     }
 }
 

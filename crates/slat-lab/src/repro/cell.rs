@@ -96,6 +96,15 @@ impl Cell {
         Self { table, cell, unit, published, ours, kind, tolerance: points, ok, note, claimed }
     }
 
+    /// The same, but not claimed where it is out of tolerance for a reason.
+    pub(crate) fn unless(mut self, reason: Option<&str>) -> Self {
+        if let Some(reason) = reason.filter(|_| !self.ok) {
+            self.claimed = false;
+            self.note = format!("{}; {reason}", self.note);
+        }
+        self
+    }
+
     /// A number of faults, to be within `percent` of what was published.
     pub(crate) fn count(
         name: (&'static str, String, Kind),
@@ -221,6 +230,19 @@ mod tests {
             let unknown = cell(ours, None);
             assert!(!unknown.ok && unknown.claimed);
         }
+    }
+
+    #[test]
+    fn a_change_that_is_out_of_tolerance_for_a_reason_is_told_with_it_and_not_claimed() {
+        let name = || ("table", "cell".to_owned(), Kind::Predicted);
+        let cell = |ours, reason| {
+            Cell::percent(name(), (-20.0, ours), 3.0, "10, then 8".to_owned()).unless(reason)
+        };
+        let near = cell(-22.0, Some("it rained"));
+        assert!(near.ok && near.claimed && near.note == "10, then 8");
+        let far = cell(-30.0, Some("it rained"));
+        assert!(!far.ok && !far.claimed && far.note == "10, then 8; it rained");
+        assert!(cell(-30.0, None).claimed);
     }
 
     #[test]

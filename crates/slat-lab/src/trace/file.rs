@@ -11,6 +11,17 @@ const MAGIC: &str = "slat touches 1";
 /// Bytes of the longest number.
 const LONGEST: usize = 10;
 
+/// What Debian's kernel touched as it booted on slat's hypervisor: `slat boot --backend metal --record`.
+const BOOT: &[u8] = include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/data/boot.touches"));
+
+/// What a guest touched that booted.
+///
+/// # Errors
+/// None, unless the file that is part of the program was spoilt before it was built.
+pub(crate) fn boot() -> Result<Trace, Failure> {
+    parse(BOOT).map_err(|bad| Failure::Run(format!("the recorded boot: {bad}")))
+}
+
 /// Why a file is no trace.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 enum Bad {
@@ -187,6 +198,17 @@ mod tests {
     }
 
     const HEAD: &str = "slat touches 1\norigin x\npage 4096\nmemory 8192\ntouches 1\n\n";
+
+    #[test]
+    fn the_recorded_boot_is_small_and_says_where_it_is_from() {
+        let boot = boot().unwrap();
+        assert!(boot.origin.starts_with("recorded: slat boot --backend metal"), "{}", boot.origin);
+        assert!(boot.touches() > 10_000 && BOOT.len() < 300 << 10);
+        let mut pages: Vec<_> = boot.runs.iter().flat_map(|run| run.first..run.end()).collect();
+        pages.sort_unstable();
+        // A page is touched for the first time once.
+        assert!(pages.is_sorted_by(|page, next| page < next));
+    }
 
     #[test]
     fn what_was_written_is_read() {

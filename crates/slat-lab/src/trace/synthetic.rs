@@ -11,52 +11,36 @@ const WINDOW: u64 = 8;
 const STRETCH: u64 = 64;
 const SEED: u64 = 1;
 
-/// What a made-up guest does.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Recipe {
-    what: &'static str,
-    /// Pages of its memory, whole stretches.
-    pages: u64,
-    /// Stretches of a thousand that are touched upwards, page by page.
-    upwards: u64,
-    write_percent: u32,
-}
+/// Pages of the guest's memory, whole stretches.
+const PAGES: u64 = 1 << 17;
+/// Stretches of a thousand that are touched upwards, page by page.
+const UPWARDS: u64 = 28;
+const WRITE_PERCENT: u32 = 50;
 
-/// A guest that boots.
-pub(crate) const BOOT: Recipe =
-    Recipe { what: "boot", pages: 1 << 16, upwards: 37, write_percent: 70 };
-
-/// A guest that boots and runs an application.
-pub(crate) const APP: Recipe =
-    Recipe { what: "app", pages: 1 << 17, upwards: 28, write_percent: 50 };
-
-impl Recipe {
-    /// The same trace at every call.
-    pub(crate) fn trace(self) -> Trace {
-        let Self { what, pages, upwards, write_percent } = self;
-        let mut dice = Dice::new(SEED, 0);
-        let mut stretches: Vec<u64> = (0..pages / STRETCH).collect();
-        shuffle(&mut stretches, &mut dice);
-        let upwards = stretches.len() as u64 * upwards / 1000;
-        let mut ways: Vec<bool> = (0..).map(|n| n < upwards).take(stretches.len()).collect();
-        shuffle(&mut ways, &mut dice);
-        let mut recorder = Recorder::default();
-        for (stretch, upwards) in stretches.into_iter().zip(ways) {
-            let first = stretch * STRETCH;
-            let write = dice.happens(write_percent);
-            if upwards {
-                (first..first + STRETCH).for_each(|page| recorder.touch(page, write));
-            } else {
-                let mut windows: Vec<u64> = (0..STRETCH / WINDOW).collect();
-                shuffle(&mut windows, &mut dice);
-                for window in windows {
-                    recorder.touch(first + window * WINDOW + dice.below(WINDOW), write);
-                }
+/// A guest that boots and runs an application: the same trace at every call.
+pub(crate) fn app() -> Trace {
+    let mut dice = Dice::new(SEED, 0);
+    let mut stretches: Vec<u64> = (0..PAGES / STRETCH).collect();
+    shuffle(&mut stretches, &mut dice);
+    let upwards = stretches.len() as u64 * UPWARDS / 1000;
+    let mut ways: Vec<bool> = (0..).map(|n| n < upwards).take(stretches.len()).collect();
+    shuffle(&mut ways, &mut dice);
+    let mut recorder = Recorder::default();
+    for (stretch, upwards) in stretches.into_iter().zip(ways) {
+        let first = stretch * STRETCH;
+        let write = dice.happens(WRITE_PERCENT);
+        if upwards {
+            (first..first + STRETCH).for_each(|page| recorder.touch(page, write));
+        } else {
+            let mut windows: Vec<u64> = (0..STRETCH / WINDOW).collect();
+            shuffle(&mut windows, &mut dice);
+            for window in windows {
+                recorder.touch(first + window * WINDOW + dice.below(WINDOW), write);
             }
         }
-        let origin = format!("synthetic {what}: made up, its share of upward touches fitted");
-        Trace { origin, page: PAGE, pages, runs: recorder.into_runs() }
     }
+    let origin = "synthetic app: made up, its share of upward touches fitted".to_owned();
+    Trace { origin, page: PAGE, pages: PAGES, runs: recorder.into_runs() }
 }
 
 /// Each order as likely as the others.
@@ -72,11 +56,9 @@ mod tests {
 
     #[test]
     fn a_synthetic_trace_says_so_and_is_the_same_each_time() {
-        for recipe in [BOOT, APP] {
-            let trace = recipe.trace();
-            assert!(trace.origin.contains("synthetic"));
-            assert_eq!(trace, recipe.trace());
-            assert!(trace.runs.iter().all(|run| run.end() <= trace.pages));
-        }
+        let trace = app();
+        assert!(trace.origin.contains("synthetic"));
+        assert_eq!(trace, app());
+        assert!(trace.runs.iter().all(|run| run.end() <= trace.pages));
     }
 }

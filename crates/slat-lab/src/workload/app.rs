@@ -2,12 +2,12 @@
 
 pub(crate) use super::replay::{LONG_HELP, Options};
 use crate::failure::Failure;
-use crate::trace::APP;
+use crate::trace;
 
 /// Runs the workload and prints its report.
 ///
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    super::replay::run("app", APP, options)
+    super::replay::run("app", || Ok(trace::app()), options)
 }

@@ -2,12 +2,12 @@
 
 pub(crate) use super::replay::{LONG_HELP, Options};
 use crate::failure::Failure;
-use crate::trace::BOOT;
+use crate::trace;
 
 /// Runs the workload and prints its report.
 ///
 /// # Errors
 /// See [`Failure`].
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    super::replay::run("boot", BOOT, options)
+    super::replay::run("boot", trace::boot, options)
 }

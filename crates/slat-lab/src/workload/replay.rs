@@ -19,13 +19,14 @@ use crate::options::{MachineOptions, OutputOptions};
 use crate::output;
 use crate::report::{Phase, Report};
 use crate::size::Size;
-use crate::trace::{Recipe, Run, Trace};
+use crate::trace::{Run, Trace};
 
 /// What follows the options in `--help`.
 pub(crate) const LONG_HELP: &str = "\
-Without --trace the touches are synthetic: made up, the same at every run, with a share of pages touched upwards that was \
-fitted to published counts of faults. touch --record, and --record here, write a trace; docs/README.md of crates/slat-lab \
-describes the file. Windows of --fault-around are those of touch.
+Without --trace, boot has the touches that Debian's kernel was seen to make on slat's own hypervisor, and app synthetic ones: \
+made up, the same at every run, with a share of pages touched upwards that was fitted to published counts of faults. touch \
+--record, and --record here, write a trace; docs/README.md of crates/slat-lab describes the file. Windows of --fault-around are \
+those of touch.
 
 --json prints one object as dirty-log does; \"touched\" has touches, faults and faults_per_touch.
 
@@ -35,7 +36,7 @@ Exit status: 0 done; 1 the run broke off; 2 the command makes no sense, or the f
 #[derive(Clone, Debug, Args)]
 #[command(mut_arg("granule", |granule| granule.long("pages").alias("granule")))]
 pub(crate) struct Options {
-    /// File with the touches [default: synthetic ones]
+    /// File with the touches [default: boot: recorded ones; app: synthetic ones]
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
 
@@ -98,21 +99,29 @@ impl fmt::Display for Config {
     }
 }
 
-/// Replays a trace, or what the recipe makes up, as the workload of this name.
+/// Replays a trace as the workload of this name: that of the options, or the workload's own.
 ///
 /// # Errors
 /// See [`Failure`].
-pub(super) fn run(name: &'static str, recipe: Recipe, options: &Options) -> Result<(), Failure> {
+pub(super) fn run(
+    name: &'static str,
+    own: impl FnOnce() -> Result<Trace, Failure>,
+    options: &Options,
+) -> Result<(), Failure> {
     match options.machine.backend() {
-        Backend::Model => on_model(name, recipe, options),
+        Backend::Model => on_model(name, own, options),
         backend @ (Backend::Metal | Backend::Kvm) => Err(backend.lacks(name)),
     }
 }
 
-fn on_model(name: &'static str, recipe: Recipe, options: &Options) -> Result<(), Failure> {
+fn on_model(
+    name: &'static str,
+    own: impl FnOnce() -> Result<Trace, Failure>,
+    options: &Options,
+) -> Result<(), Failure> {
     let trace = match &options.trace {
         Some(path) => Trace::load(path)?,
-        None => recipe.trace(),
+        None => own()?,
     };
     let trace = Arc::new(trace);
     let (layout, config) = options.settle(&trace)?;
@@ -136,15 +145,14 @@ fn on_model(name: &'static str, recipe: Recipe, options: &Options) -> Result<(),
     output::print(&report, &options.output)
 }
 
-/// Faults of a guest on EPT that touches what the recipe makes up.
+/// Faults of a guest on EPT that touches what the trace says.
 ///
 /// # Errors
 /// As [`run`].
-pub(crate) fn faults(recipe: Recipe, around: Around) -> Result<u64, Failure> {
+pub(crate) fn faults(trace: &Arc<Trace>, around: Around) -> Result<u64, Failure> {
     let (machine, output) = (MachineOptions::plain(Arch::Ept), OutputOptions { json: false });
     let options = Options { trace: None, fault_around: around, record: None, machine, output };
-    let trace = Arc::new(recipe.trace());
-    let (layout, config) = options.settle(&trace)?;
-    let (phases, _) = options.measure("replay", &trace, (&layout, &config))?;
+    let (layout, config) = options.settle(trace)?;
+    let (phases, _) = options.measure("replay", trace, (&layout, &config))?;
     Ok(Touched::new(trace.touches(), &phases).faults)
 }
