@@ -45,7 +45,7 @@ impl Backend {
     fn workloads(self) -> Option<&'static str> {
         match self {
             Self::Model => Some("every workload"),
-            Self::Metal => Some("dirty-log, dirty-log-test, page-table and demand-paging"),
+            Self::Metal => Some("boot, dirty-log, dirty-log-test, page-table and demand-paging"),
             Self::Kvm => Some("all but rmap-fork, touch, boot and app"),
         }
     }

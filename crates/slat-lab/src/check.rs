@@ -20,7 +20,7 @@ pub(crate) trait Findings: Serialize {
 }
 
 /// What a workload finds that compares nothing.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum Unchecked {}
 
 impl Findings for Unchecked {

@@ -22,6 +22,7 @@ use crate::report::{Counters, Instructions, Phase};
 use crate::size::Size;
 
 mod image;
+pub(crate) mod linux;
 mod memory;
 mod options;
 mod process;
@@ -68,32 +69,43 @@ pub(crate) struct Nothing {}
 /// # Errors
 /// [`Failure::Usage`].
 pub(crate) fn check(memory: &MemoryOptions, machine: &MachineOptions) -> Result<(), Failure> {
-    let usage = |why: String| Err(refusal(&why));
-    if machine.arch() == Arch::Ept {
-        return usage(
-            "--arch ept: QEMU emulates no EPT without Intel's hardware; npt and arm are there"
-                .into(),
-        );
-    }
-    if machine.granule() != GranuleSize::K4 {
-        return usage("--granule: its hypervisor has tables and pages of 4K".into());
-    }
-    if machine.clock_or(Clock::Real) == Clock::Virtual {
-        return usage("--clock virtual: only the model has costs to charge; --deterministic counts instructions".into());
-    }
-    if machine.fwb {
-        return usage("--fwb: its hypervisor keeps memory write-back without".into());
-    }
+    check_machine(machine)?;
     if machine.exits {
-        return usage("--exits: its hypervisor counts faults only".into());
+        return Err(refusal("--exits: its hypervisor counts faults only"));
     }
     if memory.vcpus > MAX_VCPUS {
-        return usage(format!(
-            "-v {}: a CPU for each vCPU, and there are {MAX_VCPUS} at most",
-            memory.vcpus
-        ));
+        let vcpus = memory.vcpus;
+        return Err(refusal(&format!(
+            "-v {vcpus}: a CPU for each vCPU, and there are {MAX_VCPUS} at most"
+        )));
     }
     Ok(())
+}
+
+/// The same, of what the machine is asked.
+///
+/// # Errors
+/// [`Failure::Usage`].
+pub(crate) fn check_machine(machine: &MachineOptions) -> Result<(), Failure> {
+    let refused = [
+        (
+            machine.arch() == Arch::Ept,
+            "--arch ept: QEMU emulates no EPT without Intel's hardware; npt and arm are there",
+        ),
+        (
+            machine.granule() != GranuleSize::K4,
+            "--granule: its hypervisor has tables and pages of 4K",
+        ),
+        (
+            machine.clock_or(Clock::Real) == Clock::Virtual,
+            "--clock virtual: only the model has costs to charge; --deterministic counts instructions",
+        ),
+        (machine.fwb, "--fwb: its hypervisor keeps memory write-back without"),
+    ];
+    match refused.into_iter().find(|(asked, _)| *asked) {
+        Some((_, why)) => Err(refusal(why)),
+        None => Ok(()),
+    }
 }
 
 /// As its command line says yes and no.

@@ -52,7 +52,7 @@ fn what_only_another_architecture_has() {
 
 #[test]
 fn a_backend_that_a_workload_has_not() {
-    for workload in ["access-tracking", "rmap-fork", "touch", "boot", "pre-fault"] {
+    for workload in ["access-tracking", "rmap-fork", "touch", "app", "pre-fault"] {
         refused(&format!("{workload} --backend metal"), "--backend metal: not yet");
     }
     for workload in ["rmap-fork", "touch", "boot", "app"] {

@@ -1,7 +1,7 @@
 //! A program that says on its console how far it is: heard line by line, within a time limit, and never left behind.
 
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -28,6 +28,8 @@ pub(super) enum Heard<R> {
     Chatter,
     /// The same, and nothing that explains an end without a result.
     Quiet,
+    /// The program is to be told this.
+    Answer(String),
     /// The result.
     Result(R),
     /// Why there is none.
@@ -69,6 +71,7 @@ pub(super) fn follow<R>(
                 Ok(line) => match hear(&line) {
                     Heard::Chatter => tail.push(line),
                     Heard::Quiet => {}
+                    Heard::Answer(line) => child.tell(&line)?,
                     Heard::Result(said) => return Ok(said),
                     Heard::Failed(why) => return Err(why),
                 },
@@ -91,6 +94,13 @@ pub(super) fn follow<R>(
 struct Leashed(Child);
 
 impl Leashed {
+    /// Types a line.
+    fn tell(&mut self, line: &str) -> Result<(), String> {
+        let Some(console) = &mut self.0.stdin else { return Ok(()) };
+        let told = writeln!(console, "{line}").and_then(|()| console.flush());
+        told.map_err(|error| format!("it cannot be told \"{line}\": {error}"))
+    }
+
     /// With which status it has ended by `deadline`.
     fn ended(&mut self, deadline: Instant) -> Option<ExitStatus> {
         loop {
@@ -113,7 +123,7 @@ impl Drop for Leashed {
 
 /// Starts it, out of reach of the terminal's own signals, with all that it says as lines.
 fn start(command: &mut Command) -> Result<(Leashed, Receiver<String>), String> {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     let program = command.get_program().to_string_lossy().into_owned();
     let child = command.spawn().map_err(|error| format!("{program} did not start: {error}"))?;
     let mut child = Leashed(child);
@@ -229,6 +239,14 @@ mod tests {
         assert_eq!(follow(&mut shell(script), LONG, hear).unwrap(), "\u{fffd}");
         let script = "echo result without an end of the line | tr -d '\\n'";
         assert!(follow(&mut shell(script), LONG, hear).is_ok());
+    }
+
+    #[test]
+    fn a_program_that_asks_is_answered() {
+        let heard = follow(&mut shell("echo who; read name; echo result $name"), LONG, |line| {
+            if line == "who" { Heard::Answer("slat".to_owned()) } else { hear(line) }
+        });
+        assert_eq!(heard.unwrap(), "slat");
     }
 
     #[test]

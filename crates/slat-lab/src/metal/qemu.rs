@@ -32,6 +32,8 @@ pub(super) struct Board<'a> {
 
 /// Below the memory that the hypervisor finds: firmware's, the device tree's and its own image.
 const TAKEN: u64 = 32 << 20;
+/// Where it begins on Arm.
+const MEMORY: u64 = 1 << 30;
 /// With more than this, q35 has a hole in its memory, and so much below it.
 const HOLE: (u64, u64) = (2816 << 20, 2 << 30);
 
@@ -85,6 +87,11 @@ impl Qemu {
         }
         command.arg("-kernel").arg(image).args(["-append", words]);
         command
+    }
+
+    /// Where memory ends on Arm, of a machine that has so much in one piece.
+    pub(super) fn memory_end(&self, contiguous: Size) -> u64 {
+        MEMORY + self.memory(contiguous)
     }
 
     /// All memory of a machine that has so much in one piece.

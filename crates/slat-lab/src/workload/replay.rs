@@ -1,7 +1,7 @@
 //! What a guest faults for that touches the pages of a trace, in its order: `slat boot` and `slat app`.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path as FilePath, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
@@ -15,18 +15,21 @@ use crate::check::{Check, Unchecked};
 use crate::config::GuestConfig;
 use crate::failure::Failure;
 use crate::layout::Layout;
+use crate::metal;
 use crate::options::{MachineOptions, OutputOptions};
 use crate::output;
 use crate::report::{Phase, Report};
 use crate::size::Size;
 use crate::trace::{Run, Trace};
 
+/// The window if none is asked for.
+const WINDOW: Around = Around::Pages(8);
+
 /// What follows the options in `--help`.
 pub(crate) const LONG_HELP: &str = "\
-Without --trace, boot has the touches that Debian's kernel was seen to make on slat's own hypervisor, and app synthetic ones: \
-made up, the same at every run, with a share of pages touched upwards that was fitted to published counts of faults. touch \
---record, and --record here, write a trace; docs/README.md of crates/slat-lab describes the file. Windows of --fault-around are \
-those of touch.
+Without --trace the touches are synthetic: made up, the same at every run, with a share of pages touched upwards that was \
+fitted to published counts of faults. touch --record, and --record here, write a trace; docs/README.md of crates/slat-lab \
+describes the file. Windows of --fault-around are those of touch, 8 if none is named.
 
 --json prints one object as dirty-log does; \"touched\" has touches, faults and faults_per_touch.
 
@@ -36,13 +39,13 @@ Exit status: 0 done; 1 the run broke off; 2 the command makes no sense, or the f
 #[derive(Clone, Debug, Args)]
 #[command(mut_arg("granule", |granule| granule.long("pages").alias("granule")))]
 pub(crate) struct Options {
-    /// File with the touches [default: boot: recorded ones; app: synthetic ones]
+    /// File with the touches [default: those of the workload]
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
 
-    /// Pages of the window of a fault, adaptive, or closed-runs
-    #[arg(long, value_name = "N|adaptive|closed-runs", default_value = "8")]
-    fault_around: Around,
+    /// Pages of the window of a fault, adaptive, or closed-runs [default: 8]
+    #[arg(long, value_name = "N|adaptive|closed-runs")]
+    fault_around: Option<Around>,
 
     /// File to record the touches in
     #[arg(long, value_name = "FILE")]
@@ -52,7 +55,7 @@ pub(crate) struct Options {
     machine: MachineOptions,
 
     #[command(flatten)]
-    output: OutputOptions,
+    pub(super) output: OutputOptions,
 }
 
 /// What runs, with every default filled in: the `config` of the report.
@@ -67,11 +70,42 @@ struct Config {
 }
 
 impl Options {
+    /// What it runs on.
+    pub(super) fn backend(&self) -> Backend {
+        self.machine.backend()
+    }
+
+    /// The window that was asked for.
+    pub(super) fn around(&self) -> Option<Around> {
+        self.fault_around
+    }
+
+    /// Refuses what a guest on bare metal has not, of what a replay is asked: the file to record in.
+    ///
+    /// # Errors
+    /// [`Failure::Usage`].
+    pub(super) fn for_metal(&self) -> Result<Option<&FilePath>, Failure> {
+        if self.trace.is_some() {
+            return Err(metal::refusal("--trace: Linux itself boots there, nothing is replayed"));
+        }
+        if self.machine.arch() != Arch::Arm {
+            return Err(metal::refusal("--arch: the guest is a Linux for Arm"));
+        }
+        if self.machine.ipa_bits.is_some() || self.machine.hardware_access.is_some() {
+            return Err(metal::refusal(
+                "--ipa-bits, --hardware-access: Linux gets what the CPU has",
+            ));
+        }
+        metal::check_machine(&self.machine)?;
+        Ok(self.record.as_deref())
+    }
+
     fn settle(&self, trace: &Trace) -> Result<(Layout, Config), Failure> {
         let bytes = Size(trace.pages * trace.page);
-        let (mut layout, guest) = around::settle(self.fault_around, &self.machine, (1, bytes))?;
+        let around = self.fault_around.unwrap_or(WINDOW);
+        let (mut layout, guest) = around::settle(around, &self.machine, (1, bytes))?;
         layout.guest_page = trace.page;
-        let config = Config { guest, around: self.fault_around, trace: trace.origin.clone() };
+        let config = Config { guest, around, trace: trace.origin.clone() };
         Ok((layout, config))
     }
 
@@ -151,6 +185,7 @@ fn on_model(
 /// As [`run`].
 pub(crate) fn faults(trace: &Arc<Trace>, around: Around) -> Result<u64, Failure> {
     let (machine, output) = (MachineOptions::plain(Arch::Ept), OutputOptions { json: false });
+    let around = Some(around);
     let options = Options { trace: None, fault_around: around, record: None, machine, output };
     let (layout, config) = options.settle(trace)?;
     let (phases, _) = options.measure("replay", trace, (&layout, &config))?;
