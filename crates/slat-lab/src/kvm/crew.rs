@@ -312,6 +312,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+    use crate::contents::Words;
     use crate::kvm::program::What;
     use crate::kvm::system;
     use crate::kvm::vm::{Plan, Reach, Slot, Vm};
@@ -319,17 +320,20 @@ mod tests {
     const GPA: u64 = 1 << 32;
     const SIZE: u64 = 1 << 20;
 
-    /// Two vCPUs on a MiB of memory, in a memslot or not; nothing where there is no KVM.
-    fn crew(memory: &Memory, there: bool, patience: Duration) -> Option<(Vm, Crew)> {
-        let kvm = match system::open() {
-            Ok(kvm) => kvm,
+    /// A VM of two vCPUs; nothing where there is no KVM.
+    fn vm(reach: Reach) -> Option<Vm> {
+        match system::open() {
+            Ok(kvm) => Some(Vm::new(&kvm, Plan::new(2, reach)).unwrap()),
             Err(why) => {
                 let _ = writeln!(io::stderr(), "SKIPPED: {why}");
-                return None;
+                None
             }
-        };
-        let reach = Reach { gpa: GPA, size: SIZE, page: 4096 };
-        let vm = Vm::new(&kvm, Plan::new(2, reach)).unwrap();
+        }
+    }
+
+    /// Two vCPUs on a MiB of memory, in a memslot or not; nothing where there is no KVM.
+    fn crew(memory: &Memory, there: bool, patience: Duration) -> Option<(Vm, Crew)> {
+        let vm = vm(Reach { gpa: GPA, size: SIZE, page: 4096 })?;
         let slot = Slot { id: 0, gpa: GPA, size: SIZE, memory, offset: 0, logged: false };
         if there {
             vm.set_slot(slot).unwrap();
@@ -374,5 +378,21 @@ mod tests {
         let trouble = wait(&mut crew).unwrap_err();
         assert!(trouble.to_string().contains("vCPU 0: a store to 0x100003000"), "{trouble}");
         assert_eq!(crew.dismiss().len(), 2);
+    }
+
+    #[test]
+    fn a_guest_reaches_all_its_memory_whatever_pages_its_cpu_has() {
+        for page in [4096, 2 << 20, 1 << 30] {
+            let size = page.max(2 << 20);
+            let Some(vm) = vm(Reach { gpa: GPA, size, page }) else { return };
+            let memory = Memory::plain(size).unwrap();
+            let (id, logged) = (0, false);
+            vm.set_slot(Slot { id, gpa: GPA, size, memory: &memory, offset: 0, logged }).unwrap();
+            let mut crew = Crew::start(vm.vcpus().unwrap(), None, PATIENCE).unwrap();
+            crew.tell(|_| Order { value: page, ..Order::write(GPA, size - 4096, 2) });
+            wait(&mut crew).unwrap();
+            let word = |offset| memory.word(offset).unwrap().load(Ordering::Relaxed);
+            assert_eq!((word(0), word(size - 4096)), (page, page));
+        }
     }
 }

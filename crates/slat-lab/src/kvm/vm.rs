@@ -34,7 +34,10 @@ const FIRST_PARAMETERS: u64 = 2 * PAGE;
 /// Where it sees its memory, or less than a GiB above.
 const MEMORY_VA: u64 = 1 << 40;
 const GIB: u64 = 1 << 30;
-/// The leaf of CPUID that tells the width of addresses.
+/// The leaf of CPUID that tells, by a bit of edx, whether there are pages of 1G.
+const FEATURES: u32 = 0x8000_0001;
+const HUGE_PAGES: u32 = 26;
+/// The leaf that tells the width of addresses.
 const ADDRESS_SIZES: u32 = 0x8000_0008;
 /// The memslot of program and tables; those of workloads come after it.
 const SYSTEM_SLOT: u32 = 0;
@@ -73,7 +76,7 @@ impl Plan {
 pub(crate) struct Reach {
     pub(crate) gpa: u64,
     pub(crate) size: u64,
-    /// The guest's pages: 4K, 2M or 1G.
+    /// The guest's pages: 4K, 2M or 1G; where its CPU has none of 1G, they have 2M.
     pub(crate) page: u64,
 }
 
@@ -130,11 +133,12 @@ impl Vm {
         let seen = FIRST_PARAMETERS + parameters;
         let system_va = Mapping { va: SYSTEM_VA, gpa: 0, size: seen, page: PAGE };
         let mut mappings = vec![system_va];
+        let largest = largest_page(&cpuid);
         mappings.extend(plan.memory.iter().map(|&Reach { gpa, size, page }| Mapping {
             va: gpa.wrapping_add(distance),
             gpa,
             size,
-            page,
+            page: page.min(largest),
         }));
         let tables = seen;
         let size = tables + paging::tables(&mappings) * PAGE;
@@ -318,6 +322,13 @@ fn of_log(id: u32, error: &io::Error) -> Failure {
 pub(crate) fn address_bits(cpuid: &CpuId) -> u32 {
     let leaf = cpuid.as_slice().iter().find(|entry| entry.function == ADDRESS_SIZES);
     leaf.map_or(36, |leaf| leaf.eax & 0xff)
+}
+
+/// Bytes of the largest pages that the guest's CPU knows.
+fn largest_page(cpuid: &CpuId) -> u64 {
+    let leaf = cpuid.as_slice().iter().find(|entry| entry.function == FEATURES);
+    let huge = leaf.is_some_and(|leaf| leaf.edx >> HUGE_PAGES & 1 == 1);
+    if huge { GIB } else { 2 << 20 }
 }
 
 pub(crate) fn broken(what: &str, error: kvm_ioctls::Error) -> Failure {
