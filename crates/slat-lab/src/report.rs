@@ -1,11 +1,10 @@
 //! What a run found: its phases, counts and check, in the shape that `--json` prints.
 
 use std::collections::BTreeMap;
-use std::iter::Sum;
-use std::ops::{Add, Sub};
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+pub(crate) use slat_metal::report::{Counters, Instructions, Invalidations};
 
 use crate::check::Check;
 use crate::exits::Exits;
@@ -104,105 +103,5 @@ impl<N> Phase<N> {
             instructions: None,
             exits: None,
         }
-    }
-}
-
-/// Where instructions went, of guests and hypervisor together.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Instructions {
-    pub(crate) total: u64,
-    /// Those in the engine's calls: faults, and what the hypervisor does to the log.
-    pub(crate) engine: u64,
-}
-
-impl Add for Instructions {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self { total: self.total + other.total, engine: self.engine + other.engine }
-    }
-}
-
-impl Sum for Instructions {
-    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
-        all.fold(Self::default(), Add::add)
-    }
-}
-
-/// What was done, by all vCPUs and threads together.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Counters {
-    /// Faults that vCPUs brought to the hypervisor.
-    pub(crate) faults: u64,
-    /// Blocks that were split.
-    pub(crate) splits: u64,
-    /// Tables that became a block.
-    pub(crate) collapses: u64,
-    pub(crate) tables_allocated: u64,
-    pub(crate) tables_freed: u64,
-    /// Barriers that make stores visible to table walkers.
-    pub(crate) publishes: u64,
-    pub(crate) invalidations: Invalidations,
-    /// Entries that the engine's walks looked at.
-    pub(crate) entries_visited: u64,
-}
-
-/// Invalidations by kind, each as an instruction.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Invalidations {
-    /// One address, on every CPU.
-    pub(crate) by_ipa: u64,
-    /// A range, on every CPU.
-    pub(crate) by_range: u64,
-    /// A guest's combined-stage translations, on every CPU.
-    pub(crate) combined: u64,
-    /// All of a guest's translations, on every CPU.
-    pub(crate) everything: u64,
-    /// One address, on one CPU.
-    pub(crate) local: u64,
-}
-
-impl Counters {
-    fn zip(self, other: Self, f: impl Fn(u64, u64) -> u64) -> Self {
-        let (a, b) = (self.invalidations, other.invalidations);
-        Self {
-            faults: f(self.faults, other.faults),
-            splits: f(self.splits, other.splits),
-            collapses: f(self.collapses, other.collapses),
-            tables_allocated: f(self.tables_allocated, other.tables_allocated),
-            tables_freed: f(self.tables_freed, other.tables_freed),
-            publishes: f(self.publishes, other.publishes),
-            invalidations: Invalidations {
-                by_ipa: f(a.by_ipa, b.by_ipa),
-                by_range: f(a.by_range, b.by_range),
-                combined: f(a.combined, b.combined),
-                everything: f(a.everything, b.everything),
-                local: f(a.local, b.local),
-            },
-            entries_visited: f(self.entries_visited, other.entries_visited),
-        }
-    }
-}
-
-impl Add for Counters {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        self.zip(other, u64::wrapping_add)
-    }
-}
-
-impl Sub for Counters {
-    type Output = Self;
-
-    /// What happened between two moments.
-    fn sub(self, earlier: Self) -> Self {
-        self.zip(earlier, u64::wrapping_sub)
-    }
-}
-
-impl Sum for Counters {
-    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
-        all.fold(Self::default(), Add::add)
     }
 }

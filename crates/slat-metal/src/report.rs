@@ -2,9 +2,10 @@
 
 use alloc::string::String;
 use alloc::vec::Vec;
+use core::iter::Sum;
 use core::ops::{Add, Sub};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// What every line begins with that whoever has started the machine is to read. After it comes one of [`PROGRESS`],
 /// [`RESULT`], [`FAILED`] and [`DONE`]; other lines are for people.
@@ -118,8 +119,8 @@ pub struct Phase {
     pub counters: Counters,
 }
 
-/// Where instructions went.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+/// Where instructions went, of guests and hypervisor together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Instructions {
     /// All.
     pub total: u64,
@@ -127,8 +128,22 @@ pub struct Instructions {
     pub engine: u64,
 }
 
+impl Add for Instructions {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { total: self.total + other.total, engine: self.engine + other.engine }
+    }
+}
+
+impl Sum for Instructions {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), Add::add)
+    }
+}
+
 /// What was done, by all vCPUs and the hypervisor together.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Counters {
     /// Faults that vCPUs brought to the hypervisor.
     pub faults: u64,
@@ -149,7 +164,7 @@ pub struct Counters {
 }
 
 /// Invalidations by kind, each as an instruction.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Invalidations {
     /// One address, on every CPU.
     pub by_ipa: u64,
@@ -217,6 +232,12 @@ impl Sub for Counters {
     /// What happened between two moments.
     fn sub(self, earlier: Self) -> Self {
         self.zip(earlier, u64::wrapping_sub)
+    }
+}
+
+impl Sum for Counters {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), Add::add)
     }
 }
 

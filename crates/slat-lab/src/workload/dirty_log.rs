@@ -320,7 +320,6 @@ impl<T: Tables> Run<'_, '_, '_, '_, T> {
     fn compare(&mut self, while_running: bool) {
         if let Some(audit) = &mut self.audit {
             audit.compare(&self.log, while_running);
-            audit.renew(&self.log);
         }
     }
 

@@ -247,7 +247,7 @@ fn measure<T: Tables>(
         let mut run = Run { config, way, stage, log, verifier, mismatched: 0, foreign: 0 };
         run.all(&round)?;
         let Run { verifier, mismatched, foreign, .. } = run;
-        Ok((verifier.bits, mismatched, foreign))
+        Ok((verifier.bits(), mismatched, foreign))
     })?;
     let (bits, mismatched, foreign) = ended.result;
     let mode = Mode {

@@ -172,7 +172,7 @@ impl<W: Fn(u64) -> u64 + Copy> Run<'_, W> {
 
     fn compare(&mut self, while_running: bool) {
         if let Some(audit) = &mut self.audit {
-            audit.compare(&self.log, while_running);
+            audit.compare(|page| self.log.has(page), while_running);
         }
     }
 

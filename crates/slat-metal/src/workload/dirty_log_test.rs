@@ -111,7 +111,7 @@ fn measure(stage: &mut Stage<'_>, way: Way, iterations: u32) -> Result<Mode, Str
     stage.begin(way.name(), None);
     let start = stage.now();
     let mut log = Log::new(1, layout.slot_pages());
-    let mut verifier = Verifier::new(layout.pages(), |page| vm.host().first_word(page));
+    let mut verifier = Verifier::new(layout.pages(), 1, |page| vm.host().first_word(page));
     let mut burst = share(stage, 0);
     for round in 1..u64::from(iterations) {
         for private in privates {
@@ -127,7 +127,7 @@ fn measure(stage: &mut Stage<'_>, way: Way, iterations: u32) -> Result<Mode, Str
         collect(stage, way, &mut log)?;
         stage.burst(&burst);
         stage.stop();
-        verifier.compare(|page| log.has(page), round);
+        verifier.compare(|page| log.has(page), |_, _| false, round);
     }
     let took = stage.now() - start;
     stage.end(way.name(), None, took);

@@ -1,52 +1,12 @@
-//! Whether the dirty log is true: contents compared with what collections reported, as the kernel's `dirty_log_test`
-//! does.
-//!
-//! The audit plays live migration. It keeps a copy of the first word of each guest page and renews it for the pages
-//! that a collection reports, after the collection has made them read-only again. Guests store values that never come
-//! twice, so a page whose word differs from the copy was changed since.
-//!
-//! # Why the comparison is exact while vCPUs run
-//! A store needs a translation that can be written, and the fault that made it so marks the page before its vCPU
-//! resumes. So before each collection: all words are sampled; then every vCPU completes an access, and with it the
-//! fault that was under way. Whatever the sample shows changed has been marked by then, by its own vCPU or by another
-//! one whose fault it profited from: a page that the sample shows changed and the collection does not report is lost.
-//! That holds for each way of logging: with dirty rings, the fault that makes a page writable puts it into the ring of
-//! its vCPU; with hardware's dirty state, the entry is dirty before the store is done.
-//! There is no slack of a round, and no store is left out, since the copy must equal memory when all vCPUs have
-//! stopped and the log has been collected once more.
+//! Whether the dirty log is true: [`slat_metal::audit`] on guest memory as a host sees it, and what guests remember.
 
-use std::collections::BTreeSet;
-
-use serde::{Deserialize, Serialize};
+use slat_metal::audit;
+pub(crate) use slat_metal::audit::Found;
 
 use crate::check::Findings;
 use crate::contents::{self, Words, word};
 use crate::guest::Program;
 use crate::layout::Layout;
-
-/// Lost pages that the report names.
-const NAMED: usize = 10;
-
-/// What the audit found.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Found {
-    /// Guest pages that were watched.
-    pages: u64,
-    /// Collections of the log that were compared with memory.
-    collections: u64,
-    /// How many of them while vCPUs ran.
-    collections_while_running: u64,
-    /// Page changes that the log reported, over all collections.
-    changed: u64,
-    /// Pages whose change no collection that covers it reported.
-    lost: u64,
-    /// The first of them, as guest page numbers from the start of guest memory.
-    lost_pages: Vec<u64>,
-    /// Loads that did not return what the guest had stored.
-    pub(super) wrong_loads: u64,
-    /// Pages of host memory that hold what was stored elsewhere, or not what was stored last.
-    misplaced: u64,
-}
 
 impl Findings for Found {
     const CLEAN: &'static str = "nothing lost, nothing misplaced";
@@ -74,73 +34,39 @@ impl Findings for Found {
 }
 
 /// The copy, and what was found so far.
-#[derive(Debug)]
 pub(crate) struct Audit<'a> {
     memory: &'a dyn Words,
     layout: &'a Layout,
-    copy: Vec<u64>,
-    sample: Vec<u64>,
-    lost: BTreeSet<u64>,
-    found: Found,
+    copy: audit::Audit<Box<dyn Fn(u64) -> u64 + 'a>>,
 }
 
 impl<'a> Audit<'a> {
     /// Copies all of guest memory. No vCPU runs, and the log is not on yet.
     pub(crate) fn new(memory: &'a dyn Words, layout: &'a Layout) -> Self {
-        let found = Found { pages: layout.guest_pages(), ..Found::default() };
-        let (copy, sample, lost) = (Vec::new(), Vec::new(), BTreeSet::new());
-        let mut audit = Self { memory, layout, copy, sample, lost, found };
-        audit.sample();
-        audit.copy = audit.sample.clone();
-        audit
+        let first_word = Box::new(move |page| word(memory, layout, page));
+        Self { memory, layout, copy: audit::Audit::new(layout.guest_pages(), first_word) }
     }
 
     /// Reads every page. Faults that were under way must be waited for before the log is collected.
     pub(crate) fn sample(&mut self) {
-        let pages = 0..self.layout.guest_pages();
-        self.sample.clear();
-        self.sample.extend(pages.map(|page| word(self.memory, self.layout, page)));
+        self.copy.sample();
     }
 
     /// The log was collected after [`sample`](Self::sample): every page that the sample shows changed must be in it.
     pub(crate) fn compare(&mut self, log: &Log, while_running: bool) {
-        self.found.collections += 1;
-        self.found.collections_while_running += u64::from(while_running);
-        for (page, (sampled, copied)) in (0..).zip(self.sample.iter().zip(&mut self.copy)) {
-            if sampled != copied && !log.has(page) {
-                self.lost.insert(page);
-                *copied = *sampled;
-            }
-        }
-    }
-
-    /// Copies what a collection has reported. All of it is read-only or in the next collection.
-    pub(crate) fn renew(&mut self, log: &Log) {
-        for (page, copied) in (0..).zip(&mut self.copy) {
-            if log.has(page) {
-                let now = word(self.memory, self.layout, page);
-                self.found.changed += u64::from(now != *copied);
-                *copied = now;
-            }
-        }
+        self.copy.compare(|page| log.has(page), while_running);
     }
 
     /// All vCPUs have stopped and the log was collected once more: the copy is memory.
     pub(crate) fn compare_copy(&mut self) {
-        for (page, copied) in (0..).zip(&self.copy) {
-            if word(self.memory, self.layout, page) != *copied {
-                self.lost.insert(page);
-            }
-        }
+        self.copy.compare_copy();
     }
 
     /// The guests have ended: what they remember is in memory, where they stored it.
-    pub(crate) fn finish(mut self, programs: &[Program]) -> Found {
-        self.found.misplaced = contents::misplaced(self.memory, self.layout, programs);
-        self.found.wrong_loads = contents::wrong_loads(programs);
-        self.found.lost = self.lost.len() as u64;
-        self.found.lost_pages = self.lost.into_iter().take(NAMED).collect();
-        self.found
+    pub(crate) fn finish(self, programs: &[Program]) -> Found {
+        let misplaced = contents::misplaced(self.memory, self.layout, programs);
+        let wrong_loads = contents::wrong_loads(programs);
+        Found { misplaced, wrong_loads, ..self.copy.finish() }
     }
 }
 
@@ -216,52 +142,6 @@ mod tests {
 
     fn mark(log: &mut Log, slot: usize, page: usize) {
         log.slots[slot][page / 64] |= 1 << (page % 64);
-    }
-
-    #[test]
-    fn a_changed_page_that_is_reported_is_copied_and_one_that_is_not_is_lost() {
-        let layout = lay_out("-b 512K -x 2");
-        let memory = memory(&layout);
-        let mut audit = Audit::new(&memory, &layout);
-        let mut log = Log::new(&layout);
-        store(&memory, 3, 3);
-        store(&memory, 70, 70);
-        mark(&mut log, 1, 70 - 64);
-        audit.sample();
-        audit.compare(&log, true);
-        audit.renew(&log);
-        audit.compare_copy();
-        let found = audit.finish(&[]);
-        assert_eq!((found.lost, found.lost_pages), (1, vec![3]));
-        assert_eq!((found.changed, found.collections_while_running, found.misplaced), (1, 1, 0));
-    }
-
-    #[test]
-    fn a_page_that_was_reported_once_too_often_is_not_lost() {
-        let layout = lay_out("-b 512K");
-        let memory = memory(&layout);
-        let mut audit = Audit::new(&memory, &layout);
-        let mut log = Log::new(&layout);
-        mark(&mut log, 0, 5);
-        for _ in 0..2 {
-            audit.sample();
-            audit.compare(&log, false);
-            audit.renew(&log);
-        }
-        let found = audit.finish(&[]);
-        assert_eq!((found.collections, found.changed, found.lost), (2, 0, 0));
-    }
-
-    #[test]
-    fn a_store_after_the_last_collection_is_lost() {
-        let layout = lay_out("-b 512K");
-        let memory = memory(&layout);
-        let mut audit = Audit::new(&memory, &layout);
-        audit.sample();
-        store(&memory, 9, 9);
-        audit.compare(&Log::new(&layout), false);
-        audit.compare_copy();
-        assert_eq!(audit.finish(&[]).lost_pages, [9]);
     }
 
     #[test]

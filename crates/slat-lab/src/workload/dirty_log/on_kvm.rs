@@ -165,7 +165,6 @@ impl Run<'_, '_> {
     fn compare(&mut self, while_running: bool) {
         if let Some(audit) = &mut self.audit {
             audit.compare(&self.log, while_running);
-            audit.renew(&self.log);
         }
         self.log.forget();
     }

@@ -103,7 +103,7 @@ fn measure(
         ring_full: vcpus.iter().map(|vcpu| vcpu.met().ring_full).sum(),
         mismatched,
         foreign,
-        bits: verifier.bits,
+        bits: verifier.bits(),
     };
     Ok((phase, mode))
 }
