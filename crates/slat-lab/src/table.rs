@@ -122,7 +122,8 @@ fn phases<N: Counts>(phases: &[Phase<N>], total: &N, terminal: bool) -> String {
         };
         row(name, phase.seconds, phase.instructions.unwrap_or_default(), &phase.counters);
     }
-    let seconds = phases.iter().map(|phase| phase.seconds).sum();
+    // From 0.0: the sum of nothing is -0.0 otherwise.
+    let seconds = phases.iter().fold(0.0, |sum, phase| sum + phase.seconds);
     let instructions = phases.iter().filter_map(|phase| phase.instructions).sum();
     row("total".to_owned(), seconds, instructions, total);
     for column in table.column_iter_mut().skip(1) {
