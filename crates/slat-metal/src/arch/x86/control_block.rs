@@ -53,7 +53,7 @@ pub(super) struct ControlBlock {
     efer: u64,
     _reserved_4d8: [u64; 14],
     cr4: u64,
-    cr3: u64,
+    pub(super) cr3: u64,
     cr0: u64,
     dr7: u64,
     dr6: u64,

@@ -6,11 +6,13 @@ use core::arch::global_asm;
 
 use slat::Gpa;
 use slat::maintenance::x86::Npt;
+use slat_metal::report::LEFT_TWICE;
 use slat_vm::{Access, Fault, FaultKind};
 
 use super::control_block::ControlBlock;
 use super::{cpu, features, guest_tables, interrupts};
 use crate::arch::{Left, Start};
+use crate::console;
 
 global_asm!(include_str!("guest.s"));
 
@@ -37,6 +39,8 @@ pub(crate) struct Vcpu {
     registers: Registers,
     /// What makes `vmrun` flush: one ASID, or everything, where the CPU can do no less.
     flush: u32,
+    /// Where the guest's own tables begin, which it never changes.
+    tables: u64,
 }
 
 impl Vcpu {
@@ -50,7 +54,8 @@ impl Vcpu {
         registers.floating[0] = 0x37f;
         registers.floating[6] = 0x1f80;
         let flush = if features::flushes_by_asid() { FLUSH_ASID } else { FLUSH_ALL };
-        Self { block: Box::new(ControlBlock::new(start)), registers, flush }
+        let tables = start.scratch.0.0;
+        Self { block: Box::new(ControlBlock::new(start)), registers, flush, tables }
     }
 
     #[inline(always)]
@@ -71,6 +76,9 @@ impl Vcpu {
         const VMMCALL: u64 = 0x81;
         const NESTED_PAGE_FAULT: u64 = 0x400;
         let reason = self.block.exit_code;
+        if self.block.cr3 != self.tables {
+            self.left_twice(reason);
+        }
         match reason {
             NESTED_PAGE_FAULT => Left::Fault(fault(self.block.exit_info)),
             VMMCALL => {
@@ -84,6 +92,16 @@ impl Vcpu {
             }
             _ => Left::Other { reason, at: self.block.rip },
         }
+    }
+
+    /// QEMU's SVM does that now and then where a guest is kicked (see README.md): it leaves the guest, and then once more
+    /// out of the hypervisor, whose state it stores over the guest's.
+    #[cold]
+    fn left_twice(&self, reason: u64) -> ! {
+        console::fail(format_args!(
+            "the CPU {LEFT_TWICE}: its control block has the hypervisor's state, at {:#x}, because of {reason:#x}",
+            self.block.rip
+        ))
     }
 }
 
