@@ -32,7 +32,10 @@ impl StandIn {
         let version = "if [ \"$1\" = --version ]; then echo 'QEMU emulator version 9.8.7 (a script)'; exit; fi";
         fs::write(&program, format!("#!/bin/sh\n{version}\n{script}\n")).unwrap();
         fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
-        fs::write(directory.join("image"), "").unwrap();
+        let mut image = [0; 64];
+        image[..5].copy_from_slice(b"\x7fELF\x02");
+        image[18] = 183;
+        fs::write(directory.join("image"), image).unwrap();
         Self(directory)
     }
 

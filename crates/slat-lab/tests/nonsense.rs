@@ -370,6 +370,14 @@ fn a_reader_that_goes_away_is_no_reason_to_panic() {
 }
 
 #[test]
+fn an_image_that_is_none() {
+    refused("dirty-log --backend metal --image /etc/passwd", "not an ELF image for --arch arm");
+    refused("dirty-log --backend metal --image /dev/null", "there is no such file");
+    let own = env!("CARGO_BIN_EXE_slat");
+    refused(&format!("boot --backend metal --image {own}"), "not an ELF image for --arch arm");
+}
+
+#[test]
 fn processors_that_do_not_fit_the_vcpus() {
     refused("dirty-log -v 2 -b 1M -c 0", "1 processors for 2 vCPUs");
     refused("demand-paging -b 1M -c 0,0,0", "3 processors for 1 vCPUs");

@@ -1,7 +1,8 @@
 //! Where the hypervisor's image comes from: a file, or the sources that this command was built from.
 
 use std::env;
-use std::io::{self, IsTerminal};
+use std::fs::File;
+use std::io::{self, IsTerminal, Read};
 use std::path::{self, Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -27,12 +28,27 @@ const NOT_OURS: [&str; 6] = [
 /// does not build.
 pub(super) fn find(arch: Arch, given: Option<&Path>) -> Result<PathBuf, Failure> {
     match given {
-        Some(file) if file.is_file() => Ok(file.to_owned()),
-        Some(file) => {
+        Some(file) if !file.is_file() => {
             Err(Failure::Usage(format!("--image {}: there is no such file", file.display())))
         }
+        Some(file) if !is_image(arch, file) => Err(Failure::Usage(format!(
+            "--image {}: not an ELF image for --arch {arch}",
+            file.display()
+        ))),
+        Some(file) => Ok(file.to_owned()),
         None => build(arch),
     }
+}
+
+/// Whether a file begins as a 64-bit ELF file for a CPU of this kind does. QEMU would load anything else as it is.
+fn is_image(arch: Arch, file: &Path) -> bool {
+    let machine = match arch {
+        Arch::Arm => 183,
+        Arch::Ept | Arch::Npt => 62,
+    };
+    let mut header = [0; 20];
+    let read = File::open(file).and_then(|mut file| file.read_exact(&mut header));
+    read.is_ok() && header.starts_with(b"\x7fELF\x02") && header[18..] == [machine, 0]
 }
 
 fn build(arch: Arch) -> Result<PathBuf, Failure> {

@@ -55,6 +55,11 @@ enter_guest:
     mov     [rdi + 96], r14
     mov     [rdi + 104], r15
     fxsave64 [rdi + 112]
+    // The guest's control words are not the hypervisor's: no exceptions, to nearest.
+    fninit
+    push    0x1f80
+    ldmxcsr [rsp]
+    add     rsp, 8
     pop     rdi
     pop     rax
     vmload  rax
