@@ -62,12 +62,20 @@ impl Memory {
         let refused =
             |error: io::Error| Failure::Run(format!("{} of {backing} memory: {error}", Size(size)));
         let memory = if backing.shared {
-            Self::map_file(size, memory_file(size, huge).map_err(refused)?)
+            Self::map_file(size, memory_file(size, huge).map_err(refused)?, reserve(huge))
         } else {
             let flags = huge.map_or(0, |page| libc::MAP_HUGETLB | size_flag(page));
-            Self::map(size, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags, None, huge.is_none())
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | reserve(huge) | flags;
+            Self::map(size, flags, None, huge.is_none())
         };
-        let memory = memory.map_err(refused)?;
+        let memory = match (memory, huge) {
+            (Err(error), Some(page)) if error.raw_os_error() == Some(libc::ENOMEM) => {
+                // Somebody else was faster.
+                check_pool(size, page, backing)?;
+                return Err(Failure::Missing(format!("-s {backing}: {}: {error}", Size(size))));
+            }
+            (memory, _) => memory.map_err(refused)?,
+        };
         match backing.pages {
             Pages::Transparent => memory.advise(0..size, libc::MADV_HUGEPAGE).map_err(|error| {
                 Failure::Missing(format!(
@@ -88,18 +96,19 @@ impl Memory {
     /// # Errors
     /// [`Failure::Run`].
     pub(crate) fn plain(size: u64) -> Result<Self, Failure> {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         Self::map(size, flags, None, true).map_err(|error| Failure::Run(format!("memory: {error}")))
     }
 
     /// The same shared memory at another address; `None` if it is private.
     pub(crate) fn alias(&self) -> io::Result<Option<Self>> {
         let Some(file) = &self.file else { return Ok(None) };
-        Self::map_file(self.size, file.try_clone()?).map(Some)
+        // Hugetlb pages are reserved for the file, by the first mapping.
+        Self::map_file(self.size, file.try_clone()?, libc::MAP_NORESERVE).map(Some)
     }
 
-    fn map_file(size: u64, file: OwnedFd) -> io::Result<Self> {
-        Self::map(size, libc::MAP_SHARED, Some(file), false)
+    fn map_file(size: u64, file: OwnedFd, reserve: c_int) -> io::Result<Self> {
+        Self::map(size, libc::MAP_SHARED | reserve, Some(file), false)
     }
 
     /// With `align`, at a multiple of [`HUGE`].
@@ -112,9 +121,7 @@ impl Memory {
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let fd = file.as_ref().map_or(-1, AsRawFd::as_raw_fd);
         // SAFETY: a new mapping at an address that the kernel chooses.
-        let map = unsafe {
-            libc::mmap(ptr::null_mut(), length, access, flags | libc::MAP_NORESERVE, fd, 0)
-        };
+        let map = unsafe { libc::mmap(ptr::null_mut(), length, access, flags, fd, 0) };
         if map == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
@@ -244,6 +251,11 @@ fn size_flag(page: u64) -> c_int {
     (page.trailing_zeros() << libc::MAP_HUGE_SHIFT) as c_int
 }
 
+/// Hugetlb pages are reserved when they are mapped: a fault that finds none would end the process.
+fn reserve(huge: Option<u64>) -> c_int {
+    if huge.is_some() { 0 } else { libc::MAP_NORESERVE }
+}
+
 #[expect(unsafe_code, reason = "makes a file of memory")]
 fn memory_file(size: u64, huge: Option<u64>) -> io::Result<OwnedFd> {
     let flags = huge.map_or(0, |page| libc::MFD_HUGETLB | size_flag(page) as u32);
@@ -271,7 +283,7 @@ fn check_available(size: u64) -> Result<(), Failure> {
     }
 }
 
-/// Whether enough hugetlb pages are free.
+/// Whether enough hugetlb pages are free and not reserved.
 fn check_pool(size: u64, page: u64, backing: Backing) -> Result<(), Failure> {
     let pool = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page >> 10);
     let number = |name: &str| {
@@ -284,6 +296,7 @@ fn check_pool(size: u64, page: u64, backing: Backing) -> Result<(), Failure> {
             Size(page)
         )));
     };
+    let free = free.saturating_sub(number("resv_hugepages").unwrap_or(0));
     let needed = size.div_ceil(page);
     if needed <= free {
         return Ok(());
@@ -336,6 +349,25 @@ mod tests {
             memory.release(0..4096).unwrap();
             assert_eq!(memory.word(0).unwrap().load(Ordering::Relaxed), 0, "{backing}");
         }
+    }
+
+    #[test]
+    fn hugetlb_pages_are_reserved_so_that_who_comes_later_is_refused() {
+        let pool = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+        let number = |name: &str| {
+            let text = fs::read_to_string(format!("{pool}/{name}")).unwrap_or_default();
+            text.trim().parse::<u64>().unwrap_or(0)
+        };
+        let free = number("free_hugepages").saturating_sub(number("resv_hugepages"));
+        for backing in ["anonymous_hugetlb_2mb", "shared_hugetlb_2mb"] {
+            let backing: Backing = backing.parse().unwrap();
+            // An empty pool refuses the first already.
+            let all = Memory::new(free.max(1) << 21, backing);
+            let refused = Memory::new(1 << 21, backing).unwrap_err();
+            assert!(matches!(refused, Failure::Missing(_)), "{refused}");
+            drop(all);
+        }
+        assert_eq!(reserve(Some(1 << 21)) & libc::MAP_NORESERVE, 0);
     }
 
     #[test]
