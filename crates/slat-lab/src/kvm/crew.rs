@@ -22,6 +22,8 @@ use crate::pinning::Pinning;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// How often whoever waits looks up.
 const LOOK_UP: Duration = Duration::from_millis(50);
+/// Who has not looked for longer was kept from it, as the guests were.
+const KEPT: Duration = Duration::from_secs(1);
 /// From one kick to the next.
 const AGAIN: Duration = Duration::from_millis(2);
 
@@ -63,6 +65,8 @@ pub(crate) struct Crew {
     patience: Duration,
     /// Accesses of all when they were last seen to get on, and when that was.
     progress: (u64, Instant),
+    /// When somebody last looked up.
+    looked: Instant,
     /// When the last of them was done.
     end: Instant,
 }
@@ -100,7 +104,8 @@ impl Crew {
         interrupt::watch()?;
         let (speak, words) = mpsc::channel();
         let now = Instant::now();
-        let mut crew = Self { seats: Vec::new(), words, patience, progress: (0, now), end: now };
+        let (seats, progress) = (Vec::new(), (0, now));
+        let mut crew = Self { seats, words, patience, progress, looked: now, end: now };
         for (index, vcpu) in vcpus.into_iter().enumerate() {
             let seat = seat(index, vcpu, pinning.cloned(), speak.clone());
             let seat = seat.map_err(|error| Failure::Run(format!("no thread for a vCPU: {error}")));
@@ -120,12 +125,17 @@ impl Crew {
     /// As [`tell`](Self::tell), for what is not the guest's business.
     pub(crate) fn set(&mut self, task: impl Fn(u32) -> Task) -> Instant {
         let start = Instant::now();
-        self.progress = (self.accesses(), start);
+        (self.progress, self.looked) = ((self.accesses(), start), start);
         for (index, seat) in (0..).zip(&mut self.seats) {
             // A thread that has ended has said why, or will be found to be gone.
             seat.busy = seat.tasks.send(task(index)).is_ok();
         }
         start
+    }
+
+    /// Leaves guests so much more time in which they do nothing.
+    pub(crate) fn wait_longer(&mut self, time: Duration) {
+        self.patience = self.patience.saturating_add(time);
     }
 
     /// Has guests stop that would run for ever.
@@ -226,8 +236,10 @@ impl Crew {
         if accesses != self.progress.0 {
             self.progress = (accesses, now);
         }
+        self.progress.1 = without_gap(self.progress.1, self.looked, now);
+        self.looked = now;
         let busy = self.seats.iter().any(|seat| seat.busy);
-        if busy && now - self.progress.1 >= self.patience {
+        if busy && now.saturating_duration_since(self.progress.1) >= self.patience {
             return Err(Trouble::Hanging(self.patience));
         }
         Ok(())
@@ -251,10 +263,14 @@ impl Crew {
     /// Kicks everybody until all threads have ended.
     fn end_all(&mut self) -> Vec<Vcpu> {
         let mut vcpus = Vec::new();
-        for seat in self.seats.drain(..) {
-            let Seat { tasks, resume, kick, thread, .. } = seat;
+        let seats = self.seats.drain(..);
+        let leave = |Seat { tasks, resume, kick, thread, .. }: Seat| {
             drop((tasks, resume));
             kick.kick();
+            (kick, thread)
+        };
+        let leaving: Vec<_> = seats.map(leave).collect();
+        for (kick, thread) in leaving {
             while !thread.is_finished() {
                 thread::sleep(AGAIN);
                 kick.kick();
@@ -270,6 +286,12 @@ impl Drop for Crew {
     fn drop(&mut self) {
         self.end_all();
     }
+}
+
+/// When guests last got on, without the time in which nobody looked because this process was stopped.
+fn without_gap(progress: Instant, looked: Instant, now: Instant) -> Instant {
+    let gap = now.saturating_duration_since(looked);
+    if gap > KEPT { (progress + gap).min(now) } else { progress }
 }
 
 fn completed(seat: &Seat) -> u64 {
@@ -344,6 +366,17 @@ mod tests {
 
     fn wait(crew: &mut Crew) -> Result<Instant, Trouble> {
         crew.wait(&mut |_| {}, &mut || Ok(()))
+    }
+
+    #[test]
+    fn time_in_which_the_process_was_stopped_is_not_the_guests() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs_f64(seconds);
+        // Stopped for 32 s, five seconds after the last progress.
+        assert_eq!(without_gap(at(0.0), at(5.0), at(37.0)), at(32.0));
+        assert_eq!(without_gap(at(0.0), at(5.0), at(5.9)), at(0.0));
+        // Progress was seen after it.
+        assert_eq!(without_gap(at(37.0), at(5.0), at(37.0)), at(37.0));
     }
 
     #[test]

@@ -76,7 +76,9 @@ pub(super) fn run(options: &Options) -> Result<(), Failure> {
     let vcpus = config.guest.vcpus;
     let plan = Plan { pinning: config.pinning.clone(), ..Plan::new(vcpus, Reach::of(&layout)) };
     let accesses = layout.part(0).count() as u64 * u64::from(vcpus);
-    let stage = Stage::new(&kvm, plan, accesses)?;
+    let mut stage = Stage::new(&kvm, plan, accesses)?;
+    // One handler may have to look at a request of every vCPU before a page is served.
+    stage.crew.wait_longer(config.delay().saturating_mul(vcpus));
     let handlers = Handlers::new(&memory, &layout, &config)?;
     let played = thread::scope(|scope| {
         let _end = handlers.as_ref().map(End);
