@@ -11,7 +11,7 @@ pub(crate) mod capability;
 pub(crate) mod crew;
 mod host;
 mod info;
-mod interrupt;
+pub(crate) mod interrupt;
 pub(crate) mod ioctl;
 pub(crate) mod memory;
 mod paging;
@@ -28,7 +28,7 @@ pub(crate) use host::facts;
 pub(crate) use info::print as print_info;
 pub(crate) use kvm_ioctls::{Error, Kvm};
 
-/// Opens this host's KVM for a workload; the machine is the host's.
+/// Opens this host's KVM for a workload; the machine is the host's. From here on, who asks for the end is heard.
 ///
 /// # Errors
 /// [`Failure::Usage`]: something was asked for that cannot be chosen on a host. [`Failure::Missing`]: no KVM here.
@@ -36,6 +36,7 @@ pub(crate) fn open(machine: &MachineOptions) -> Result<(Kvm, MachineOptions), Fa
     // What makes no sense anywhere needs no host to be refused.
     machine.of_host(0)?;
     let kvm = system::open()?;
+    interrupt::watch()?;
     let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
     let cpuid = cpuid.map_err(|error| vm::broken("what CPUs it can have", error))?;
     let machine = machine.of_host(vm::address_bits(&cpuid))?;

@@ -101,7 +101,7 @@ impl Crew {
         pinning: Option<&Pinning>,
         patience: Duration,
     ) -> Result<Self, Failure> {
-        interrupt::watch()?;
+        interrupt::let_kicks_arrive()?;
         let (speak, words) = mpsc::channel();
         let now = Instant::now();
         let (seats, progress) = (Vec::new(), (0, now));

@@ -9,6 +9,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
 
+use super::crew::Trouble;
 use crate::failure::Failure;
 
 static ASKED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
@@ -30,15 +31,34 @@ pub(crate) fn watch() -> Result<(), Failure> {
             flag::register_conditional_shutdown(signal, INTERRUPTED, Arc::clone(asked))?;
             flag::register(signal, Arc::clone(asked))?;
         }
-        // Its arrival is all that counts.
-        register_signal_handler(SIGRTMIN(), ignore).map_err(io::Error::from)
+        Ok(())
     };
-    register().map_err(|error| Failure::Run(format!("signals: {error}")))
+    register().map_err(failed)
+}
+
+/// From now on the signal of kicks does no more than arrive.
+///
+/// # Errors
+/// [`Failure::Run`].
+pub(crate) fn let_kicks_arrive() -> Result<(), Failure> {
+    register_signal_handler(SIGRTMIN(), ignore).map_err(|error| failed(error.into()))
+}
+
+fn failed(error: io::Error) -> Failure {
+    Failure::Run(format!("signals: {error}"))
 }
 
 /// Whether it was asked for.
 pub(crate) fn is_asked() -> bool {
     ASKED.get().is_some_and(|asked| asked.load(Ordering::Relaxed))
+}
+
+/// For what takes long and waits for no guest.
+///
+/// # Errors
+/// [`Failure::Run`]: it was asked for.
+pub(crate) fn check() -> Result<(), Failure> {
+    if is_asked() { Err(Trouble::Interrupted.into()) } else { Ok(()) }
 }
 
 extern "C" fn ignore(_: c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}

@@ -15,7 +15,7 @@ use super::paging::{self, Mapping, PAGE};
 use super::program::{self, PARAMETERS, Parameters};
 use super::ring::Ring;
 use super::vcpu::{Addresses, Vcpu};
-use super::{capability, ioctl};
+use super::{capability, interrupt, ioctl};
 use crate::failure::Failure;
 use crate::guest::MAX_CHECKED_PAGES;
 use crate::layout::Layout;
@@ -202,6 +202,7 @@ impl Vm {
     }
 
     fn vcpu(&self, index: u32) -> Result<Vcpu, Failure> {
+        interrupt::check()?;
         let at = FIRST_PARAMETERS + u64::from(index) * PARAMETERS;
         let parameters: &Parameters = self.system.view(at);
         let first = self.plan.memory.first().map_or(0, |reach| reach.gpa);
@@ -230,8 +231,9 @@ impl Vm {
     /// Creates or changes a memslot, or deletes it if its size is 0.
     ///
     /// # Errors
-    /// [`Failure::Run`].
+    /// [`Failure::Run`]; somebody asked for the end, too.
     pub(crate) fn set_slot(&self, slot: Slot<'_>) -> Result<(), Failure> {
+        interrupt::check()?;
         let id = slot.id;
         self.set_region(FIRST_SLOT + id, slot)
             .map_err(|error| Failure::Run(format!("memslot {id}: {error}")))

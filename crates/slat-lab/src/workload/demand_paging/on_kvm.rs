@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::{self, Scope};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
@@ -17,6 +17,7 @@ use crate::check::{Check, Findings};
 use crate::contents::{self, Words};
 use crate::failure::Failure;
 use crate::kvm;
+use crate::kvm::interrupt;
 use crate::kvm::memory::Memory;
 use crate::kvm::stage::{Ended, Stage};
 use crate::kvm::userfault::{Faults, Userfault};
@@ -28,6 +29,9 @@ use crate::{config, output};
 
 /// Milliseconds from one look at whether the end has come to the next.
 const LOOK_UP: i32 = 50;
+
+/// Bytes that are filled between two looks.
+const PIECE: u64 = 1 << 20;
 
 /// What `--check` found.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
@@ -134,7 +138,10 @@ pub(super) fn run(options: &Options) -> Result<(), Failure> {
 fn fill(memory: &Memory, layout: &Layout) -> Result<(), Failure> {
     let failed = |error: io::Error| Failure::Run(format!("another mapping: {error}"));
     if let Some(alias) = memory.alias().map_err(failed)? {
-        source::copy(&alias, 0..layout.size, layout.guest_page);
+        for start in (0..layout.size).step_by(PIECE as usize) {
+            interrupt::check()?;
+            source::copy(&alias, start..layout.size.min(start + PIECE), layout.guest_page);
+        }
     }
     Ok(())
 }
@@ -245,8 +252,10 @@ impl<'a> Handlers<'a> {
             let read = queue.faults(|address| asked.push(address));
             let done = read.and_then(|()| {
                 asked.drain(..).try_for_each(|address| {
+                    if self.is_ended_after(delay) {
+                        return Ok(());
+                    }
                     self.requests.fetch_add(1, Ordering::Relaxed);
-                    thread::sleep(delay);
                     self.serve(queue, address, &mut copy)
                 })
             });
@@ -256,6 +265,18 @@ impl<'a> Handlers<'a> {
                 return;
             }
         }
+    }
+
+    /// Sleeps; whether the end came meanwhile.
+    fn is_ended_after(&self, delay: Duration) -> bool {
+        let end = Instant::now() + delay;
+        while let Some(rest) = end.checked_duration_since(Instant::now()) {
+            if self.ended.load(Ordering::Relaxed) {
+                return true;
+            }
+            thread::sleep(rest.min(Duration::from_millis(LOOK_UP.unsigned_abs().into())));
+        }
+        self.ended.load(Ordering::Relaxed)
     }
 
     fn serve(&self, queue: &Userfault, address: u64, copy: &mut [u8]) -> io::Result<()> {

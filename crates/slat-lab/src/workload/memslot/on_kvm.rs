@@ -13,6 +13,7 @@ use crate::backing::Pages;
 use crate::check::Check;
 use crate::contents::Words;
 use crate::failure::Failure;
+use crate::kvm::interrupt;
 use crate::kvm::memory::Memory;
 use crate::kvm::program::Compare;
 use crate::kvm::stage::Stage;
@@ -116,6 +117,7 @@ impl All {
         let memory = Memory::new(size, config.guest.backing)?;
         // No test measures that the kernel finds pages.
         for offset in (0..memory.size()).step_by(slots.page as usize) {
+            interrupt::check()?;
             memory.word(offset).inspect(|word| word.store(0, Ordering::Relaxed));
         }
         let reach = Reach { gpa: slots.gpa(0), size: slots.pages * slots.page, page: slots.page };

@@ -1,7 +1,6 @@
 //! The workload on this host's own KVM. With `--check` one vCPU more stores into the slot that comes and goes.
 
 use std::sync::atomic::Ordering;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use super::options::{Config, Options};
@@ -96,7 +95,7 @@ fn modify(
     let mut took = Duration::ZERO;
     for _ in 0..config.iterations {
         let start = Instant::now();
-        thread::sleep(config.delay());
+        stage.crew.rest::<Failure>(config.delay(), &mut || Ok(()))?;
         stage.vm.set_slot(slot)?;
         if check {
             // The access under way, and one that begins when the slot is there.
