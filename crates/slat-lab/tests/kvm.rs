@@ -221,7 +221,20 @@ fn what_the_host_has_not_is_named_and_nothing_is_run() {
             4,
             "no hugetlb pages of 16K",
         );
-        refused("dirty-log -b 4000T -m P52V48_4K --backend kvm", 2, "");
+        refused(
+            "dirty-log -b 4000T -m P40V48_4K --backend kvm",
+            2,
+            "; guest mode chooses the width",
+        );
+    }
+}
+
+#[test]
+fn more_memslots_than_the_host_has_are_refused_by_the_capability() {
+    if is_there() {
+        // With that of the guest's program it is one too many for the largest limit there is.
+        let why = "KVM_CAP_NR_MEMSLOTS (capability 10)";
+        refused("dirty-log -b 131056K -x 32764 --backend kvm", 4, why);
     }
 }
 

@@ -333,6 +333,23 @@ fn largest_page(cpuid: &CpuId) -> u64 {
     if huge { GIB } else { 2 << 20 }
 }
 
+/// Whether a VM can have so many memslots beside that of the guest's program.
+///
+/// # Errors
+/// [`Failure::Missing`].
+pub(crate) fn check_slots(kvm: &Kvm, slots: u32) -> Result<(), Failure> {
+    let limit = capability::NR_MEMSLOTS;
+    let most = limit.require(kvm)?.unsigned_abs();
+    if slots.saturating_add(FIRST_SLOT) <= most {
+        return Ok(());
+    }
+    Err(Failure::Missing(format!(
+        "{slots} memslots, and one for the guest's program: this host's KVM has {most} at most, {} (capability {})",
+        limit.name(),
+        limit.number()
+    )))
+}
+
 pub(crate) fn broken(what: &str, error: kvm_ioctls::Error) -> Failure {
     Failure::Run(format!("KVM refuses {what}: {}", io::Error::from(error)))
 }

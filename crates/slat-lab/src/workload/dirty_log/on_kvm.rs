@@ -15,7 +15,7 @@ use crate::kvm::memory::Memory;
 use crate::kvm::ring::Ring;
 use crate::kvm::stage::{Ended, Stage};
 use crate::kvm::vcpu::{Order, Vcpu};
-use crate::kvm::vm::{Plan, Reach, Vm};
+use crate::kvm::vm::{self, Plan, Reach, Vm};
 use crate::layout::Layout;
 use crate::report::Report;
 use crate::{config, output};
@@ -32,6 +32,7 @@ pub(super) fn run(options: &Options) -> Result<(), Failure> {
     let mut options = options.clone();
     options.machine = machine;
     let (layout, config) = options.settle(chosen)?;
+    vm::check_slots(&kvm, layout.slots)?;
     let memory = Memory::new(layout.host_size, config.guest.backing)?;
     let plan = Plan {
         dirty_ring: config.ring_entries,

@@ -19,7 +19,7 @@ use crate::kvm::program::Compare;
 use crate::kvm::stage::Stage;
 use crate::kvm::stats::KvmCounts;
 use crate::kvm::vcpu::Order;
-use crate::kvm::vm::{Plan, Reach, Slot};
+use crate::kvm::vm::{self, Plan, Reach, Slot};
 use crate::kvm::{self, Kvm};
 use crate::report::{Phase, Report};
 use crate::{backing, guest_mode, output};
@@ -36,6 +36,7 @@ pub(super) fn run(options: &Options) -> Result<(), Failure> {
     let mut options = options.clone();
     options.machine = machine;
     let (layout, config) = options.settle(backing, mode)?;
+    vm::check_slots(&kvm, config.slots)?;
     let mut all = All::default();
     for test in config.tests() {
         for run in 1..=config.runs {

@@ -18,7 +18,7 @@ use crate::kvm;
 use crate::kvm::memory::Memory;
 use crate::kvm::stage::{Ended, Stage};
 use crate::kvm::vcpu::{IfRefused, Order, Stop};
-use crate::kvm::vm::{Plan, Reach, Slot};
+use crate::kvm::vm::{self, Plan, Reach, Slot};
 use crate::layout::Layout;
 use crate::report::Report;
 use crate::{guest_mode, output};
@@ -70,6 +70,7 @@ pub(super) fn run(options: &Options) -> Result<(), Failure> {
     let mut options = options.clone();
     options.machine = machine;
     let (layout, config) = options.settle(mode)?;
+    vm::check_slots(&kvm, config.slots)?;
     let mut memory = Memory::new(layout.host_size, config.guest.backing)?;
     let (gpa, size) = (layout.gpa, layout.size);
     let page = PAGES.into_iter().find(|page| (gpa | size).is_multiple_of(*page)).unwrap_or(4096);
