@@ -9,6 +9,7 @@ use crate::options::MachineOptions;
 
 pub(crate) mod capability;
 pub(crate) mod crew;
+mod files;
 mod host;
 mod info;
 pub(crate) mod interrupt;

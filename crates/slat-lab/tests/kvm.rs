@@ -239,6 +239,25 @@ fn more_memslots_than_the_host_has_are_refused_by_the_capability() {
 }
 
 #[test]
+fn open_files_are_allowed_as_far_as_they_can_be() {
+    if !is_there() {
+        return;
+    }
+    let with = |limit: &str| {
+        let run =
+            format!("ulimit {limit} && exec \"$0\" dirty-log -v 40 -b 1M --backend kvm --json");
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &run, env!("CARGO_BIN_EXE_slat")]).output().unwrap()
+    };
+    let output = with("-n 64");
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(4), "{said}");
+    assert!(output.stdout.is_empty() && said.contains("ulimit -n 152"), "{said}");
+    let raised = with("-Sn 64");
+    assert!(raised.status.success(), "{}", String::from_utf8_lossy(&raised.stderr));
+}
+
+#[test]
 fn who_interrupts_is_told_in_which_phase() {
     if !is_there() {
         return;

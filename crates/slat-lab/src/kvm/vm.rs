@@ -15,7 +15,7 @@ use super::paging::{self, Mapping, PAGE};
 use super::program::{self, PARAMETERS, Parameters};
 use super::ring::Ring;
 use super::vcpu::{Addresses, Vcpu};
-use super::{capability, interrupt, ioctl};
+use super::{capability, files, interrupt, ioctl};
 use crate::failure::Failure;
 use crate::guest::MAX_CHECKED_PAGES;
 use crate::layout::Layout;
@@ -123,6 +123,7 @@ impl Vm {
             return Err(Failure::Missing(why));
         }
         capability::IMMEDIATE_EXIT.require(kvm)?;
+        files::allow(plan.vcpus)?;
         let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
         let cpuid = cpuid.map_err(|error| broken("what CPUs it can have", error))?;
         let fd = kvm.create_vm().map_err(|error| broken("a VM", error))?;
