@@ -2,7 +2,7 @@
 //! would answer.
 
 use std::sync::atomic::AtomicU64;
-use std::{fmt, fs, io};
+use std::{fmt, io};
 
 use slat::Hpa;
 
@@ -251,14 +251,6 @@ impl HostMemory {
 /// How far the scattered frames of a group are turned, so that groups differ.
 fn turn(group: u64) -> u64 {
     (group >> GROUP_BITS).wrapping_mul(37).wrapping_add(11)
-}
-
-/// Bytes of memory that this computer could still give; `None` where it does not say.
-pub fn available() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kilobytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kilobytes.checked_mul(1024)
 }
 
 #[cfg(test)]

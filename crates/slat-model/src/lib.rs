@@ -28,6 +28,7 @@
 //! ```
 
 mod arm;
+mod available;
 mod builder;
 mod checker;
 pub mod clock;
@@ -49,12 +50,13 @@ mod walk;
 mod x86;
 
 pub use arm::registers::{Features, Registers};
+pub use available::available;
 pub use builder::{BuildError, Builder};
 pub use checker::{Before, CachedLeaf, OnViolation, Reach, Report, Until, Violation};
 pub use counters::Counters;
 pub use cpu::{Access, Cpu, Fault, FaultKind, Translated};
 pub use descriptor::MemoryType;
-pub use host::{Backing, HostMemory, HostMemoryError, HostPage, available};
+pub use host::{Backing, HostMemory, HostMemoryError, HostPage};
 pub use long_mode::{LinearAccess, LongMode, LongModeCpu, Translation as LinearTranslation};
 pub use model::Model;
 pub use regime::{Architecture, Control, Modelled};

@@ -116,7 +116,7 @@ impl Model {
         let extent = backing.extent(size, self.page_shift)?;
         let mut layout = self.physical.layout();
         let wanted = layout.bytes.saturating_add(size);
-        let limit = || crate::host::available().unwrap_or(u64::MAX);
+        let limit = || crate::available().unwrap_or(u64::MAX);
         let available = *self.memory_limit.get_or_init(limit);
         if wanted > available {
             return Err(HostMemoryError::NotEnough { wanted, available });
