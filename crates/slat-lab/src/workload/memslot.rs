@@ -68,6 +68,17 @@ struct Results {
     tests: Vec<Outcome>,
 }
 
+impl Results {
+    /// # Errors
+    /// [`Failure::Usage`]: none of the tests has run, for these reasons.
+    fn must_be_some(&self, reasons: &[String]) -> Result<(), Failure> {
+        if self.tests.iter().any(|test| test.refused.is_none()) {
+            return Ok(());
+        }
+        Err(Failure::Usage(format!("no test runs; {}", reasons.join("; "))))
+    }
+}
+
 /// What was found.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 struct Found {
@@ -122,6 +133,7 @@ fn on_model(options: &Options) -> Result<(), Failure> {
         }
     }
     let All { mut notes, phases, results, found, rules } = all;
+    results.must_be_some(&notes)?;
     notes.extend(config.guest.notes(&layout));
     let report = Report {
         workload: "memslot",

@@ -44,6 +44,7 @@ pub(super) fn run(options: &Options) -> Result<(), Failure> {
         }
     }
     let All { mut notes, phases, counters, results, found } = all;
+    results.must_be_some(&notes)?;
     notes.extend(config.guest.notes(&layout));
     let report = Report {
         workload: "memslot",
