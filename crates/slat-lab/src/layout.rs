@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use crate::arch::{Arch, Kind};
+use crate::backend::Backend;
 use crate::backing::Backing;
 use crate::granule::{self, GranuleSize};
 use crate::guest_mode::GuestMode;
@@ -81,14 +82,14 @@ pub(crate) enum Misfit {
     Overflow { vcpus: u32, bytes: Size },
     #[error(
         "{size} of guest memory do not fit below the end of {bits}-bit guest-physical addresses, {limit}; \
-         guest mode and --ipa-bits choose the width"
+         {how} the width"
     )]
-    AddressBits { size: Size, bits: u32, limit: Size },
+    AddressBits { size: Size, bits: u32, limit: Size, how: &'static str },
     #[error(
         "guest memory from {offset:#x} on would end at {end:#x}, beyond {bits}-bit guest-physical addresses \
-         ({limit:#x}); guest mode and --ipa-bits choose the width"
+         ({limit:#x}); {how} the width"
     )]
-    OffsetBits { offset: u64, end: u128, bits: u32, limit: u64 },
+    OffsetBits { offset: u64, end: u128, bits: u32, limit: u64, how: &'static str },
     #[error("-p {offset:#x} is not a multiple of the page size, {page}")]
     OffsetAlign { offset: u64, page: Size },
     #[error("-x {slots} does not divide {pages} pages of {page} into slots of whole pages")]
@@ -141,9 +142,13 @@ impl Layout {
         }
         let bits = ipa_bits.min(mode.physical_bits);
         let align = page.max(guest_page);
+        let how = match machine.backend() {
+            Backend::Kvm => "guest mode chooses",
+            Backend::Model | Backend::Metal => "guest mode and --ipa-bits choose",
+        };
         let gpa = match plan.offset {
-            Some(offset) => at_offset(offset, size, bits, align)?,
-            None => at_top(size, bits, align.max(backing_page))?,
+            Some(offset) => at_offset(offset, size, (bits, how), align)?,
+            None => at_top(size, (bits, how), align.max(backing_page))?,
         };
         Ok(Self {
             kind: Kind::of(machine),
@@ -257,21 +262,26 @@ fn check_chunk(split: EagerSplit, granule: GranuleSize, bits: u32) -> Result<(),
 }
 
 /// The highest multiple of `align` from which `size` bytes end within `bits` bits.
-fn at_top(size: u64, bits: u32, align: Size) -> Result<u64, Misfit> {
+fn at_top(size: u64, (bits, how): (u32, &'static str), align: Size) -> Result<u64, Misfit> {
     let limit = 1u64 << bits;
     match limit.checked_sub(size) {
         Some(highest) => Ok(highest - highest % align.0),
-        None => Err(Misfit::AddressBits { size: Size(size), bits, limit: Size(limit) }),
+        None => Err(Misfit::AddressBits { size: Size(size), bits, limit: Size(limit), how }),
     }
 }
 
-fn at_offset(offset: u64, size: u64, bits: u32, align: Size) -> Result<u64, Misfit> {
+fn at_offset(
+    offset: u64,
+    size: u64,
+    (bits, how): (u32, &'static str),
+    align: Size,
+) -> Result<u64, Misfit> {
     if !offset.is_multiple_of(align.0) {
         return Err(Misfit::OffsetAlign { offset, page: align });
     }
     let (end, limit) = (u128::from(offset) + u128::from(size), 1u64 << bits);
     if end > u128::from(limit) {
-        return Err(Misfit::OffsetBits { offset, end, bits, limit });
+        return Err(Misfit::OffsetBits { offset, end, bits, limit, how });
     }
     Ok(offset)
 }
