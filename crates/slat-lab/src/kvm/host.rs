@@ -24,20 +24,29 @@ const PARAMETERS: [&str; 10] = [
 
 /// What there is to tell of this host.
 pub(crate) fn facts() -> HostFacts {
-    let parameters = parameters();
+    let (parameters, modules) = (parameters(), modules());
     let on = |name: &str| parameters.get(name).is_some_and(|value| value == "Y" || value == "1");
-    let paging = match (on("ept"), on("npt")) {
-        (true, _) => "EPT",
-        (_, true) => "nested paging",
-        _ => "shadow paging",
-    };
+    let paging = paging(&modules, on);
     HostFacts {
         kernel: kernel(),
         cpu: cpu().unwrap_or_else(|| "unknown CPU".to_owned()),
-        modules: modules().join(" "),
+        modules: modules.join(" "),
         paging,
         transparent_hugepage: transparent_hugepage(),
         parameters,
+    }
+}
+
+/// How guest-physical addresses are translated, as far as modules and what is on tell.
+fn paging(modules: &[String], on: impl Fn(&str) -> bool) -> &'static str {
+    let serving: Vec<_> =
+        modules.iter().map(String::as_str).filter(|&name| name != "kvm").collect();
+    match serving[..] {
+        ["kvm_intel"] if on("ept") => "EPT",
+        ["kvm_amd"] if on("npt") => "nested paging",
+        ["kvm_intel" | "kvm_amd" | "kvm_pvm"] => "shadow paging",
+        // Which of them made the VM cannot be seen.
+        _ => "unknown paging",
     }
 }
 
@@ -86,4 +95,22 @@ fn transparent_hugepage() -> String {
     let text = text.unwrap_or_default();
     let chosen = text.split(['[', ']']).nth(1);
     chosen.unwrap_or("not there").to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paging_is_named_only_if_one_module_serves() {
+        let of = |names: &str, on: &[&str]| {
+            let names: Vec<_> = names.split(' ').map(str::to_owned).collect();
+            paging(&names, |name| on.contains(&name))
+        };
+        assert_eq!(of("kvm kvm_intel", &["ept"]), "EPT");
+        assert_eq!(of("kvm kvm_amd", &["npt"]), "nested paging");
+        assert_eq!(of("kvm kvm_intel", &[]), "shadow paging");
+        assert_eq!(of("kvm kvm_pvm", &["ept"]), "shadow paging");
+        assert_eq!(of("kvm kvm_intel kvm_pvm", &["ept"]), "unknown paging");
+    }
 }
