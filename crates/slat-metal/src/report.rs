@@ -16,8 +16,6 @@ pub const PROGRESS: &str = "progress ";
 pub const RESULT: &str = "result ";
 /// Nothing goes on: why. The machine is turned off.
 pub const FAILED: &str = "failed: ";
-/// In the reason why nothing goes on, if it is a fault of an emulated CPU that goes away when the run is repeated.
-pub const LEFT_TWICE: &str = "left the guest twice";
 /// The last line of a run that came to its end, whatever its check has found.
 pub const DONE: &str = "done";
 

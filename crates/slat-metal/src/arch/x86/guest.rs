@@ -6,7 +6,6 @@ use core::arch::global_asm;
 
 use slat::Gpa;
 use slat::maintenance::x86::Npt;
-use slat_metal::report::LEFT_TWICE;
 use slat_vm::{Access, Fault, FaultKind};
 
 use super::control_block::ControlBlock;
@@ -99,7 +98,7 @@ impl Vcpu {
     #[cold]
     fn left_twice(&self, reason: u64) -> ! {
         console::fail(format_args!(
-            "the CPU {LEFT_TWICE}: its control block has the hypervisor's state, at {:#x}, because of {reason:#x}",
+            "the CPU left the guest twice: its control block has the hypervisor's state, at {:#x}, because of {reason:#x}",
             self.block.rip
         ))
     }
